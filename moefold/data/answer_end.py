@@ -5,9 +5,11 @@ with ``<|im_end|>``. A model trained on such answers stops at the template's tok
 """
 
 from datetime import datetime
+from functools import lru_cache
 
-from moefold.data.sources import BadDocument
-from moefold.data.template import ASSISTANT, ChatTemplate
+from moefold.data.messages import ASSISTANT
+from moefold.data.records import BadDocument
+from moefold.data.renderer import Renderer, TemplateText
 from moefold.data.tokenizer import Tokenizer
 
 _QUESTION, _ANSWER = "zqv question", "zqv answer"
@@ -34,14 +36,20 @@ def answer_ends(tokenizer: Tokenizer) -> list[int]:
 def _end_of(text: str, tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that a template writes right after a last answer, or None."""
     source = tokenizer.template_source or tokenizer.source
-    template = ChatTemplate(text, tokenizer.files.special_tokens(), source, today=_DAY)
+    special = tuple(tokenizer.files.special_tokens().items())
+    return tokenizer.token_at_start(_text_after_answer(text, special, source).lstrip())
+
+
+@lru_cache(maxsize=8)
+def _text_after_answer(text: str, special: tuple[tuple[str, str], ...], source: str) -> str:
+    """Return what a template writes after a last answer; nothing if it fails."""
     messages = [
         {"role": "user", "content": _QUESTION},
         {"role": ASSISTANT, "content": _ANSWER},
     ]
-    try:
-        rendered = template.render(messages).text
-    except BadDocument:  # it needs more than a question, which conversations have
-        return None
-    _, answer, after = rendered.rpartition(_ANSWER)
-    return tokenizer.token_at_start(after.lstrip()) if answer else None
+    with Renderer(TemplateText(text, dict(special), source, _DAY)) as renderer:
+        try:
+            written = renderer.text_of(messages)
+        except BadDocument:  # it needs more than a question, which conversations have
+            return ""
+    return written.rpartition(_ANSWER)[2] if _ANSWER in written else ""

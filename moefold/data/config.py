@@ -228,8 +228,10 @@ class Chat(ExampleSource):
 
     owner = "moefold.data.conversations:ConversationReader"
     source: Literal["chat"] = "chat"
-    answers: Literal["all", "last"] = "all"
-    """Which answers of ``messages`` are trained."""
+    answers: Literal["auto", "all", "each", "last"] = "auto"
+    """Which answers of ``messages`` are trained: all in one text, the last one, or each in the text
+    that the template writes up to it; ``auto`` is ``all``, or ``each`` where the template writes
+    earlier turns otherwise once others follow."""
     long: Literal["refuse", "skip", "cut"] = "refuse"
     """Policy for a conversation that does not fit a sequence: stop and name it, leave it out and
     count it in the report, or drop its end."""

@@ -9,6 +9,7 @@ messages of whole conversations. N tokens of an example.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -17,10 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moefold.data.answer_end import answer_ends
+from moefold.data.answers import Answers, TrainedConversation
 from moefold.data.config import Chat, DataError, Preferences
-from moefold.data.fields import TRAINED, check_messages, refuse_media, refuse_unread, untrained
+from moefold.data.fields import TRAINED, check_messages, refuse_media, untrained
+from moefold.data.messages import ASSISTANT
 from moefold.data.packing import REJECTED
 from moefold.data.records import BadDocument, iter_objects, parse_json_object
+from moefold.data.renderer import EXCEEDS, Renderer, TemplateText
 from moefold.data.shapes import (
     Conversation,
     Example,
@@ -33,7 +37,7 @@ from moefold.data.shapes import (
 from moefold.data.sources import Encoded, FileReader, Skipped
 from moefold.data.table_rows import row_decoder
 from moefold.data.tables import is_table, open_table
-from moefold.data.template import ASSISTANT, ChatTemplate, Rendered
+from moefold.data.template import CLOSE, OPEN, Rendered
 from moefold.data.template_names import CommonValues, check_values, template_variables
 from moefold.data.tokenizer import Tokenizer
 
@@ -48,6 +52,22 @@ class ExampleText(NamedTuple):
     """The completion, with its end token; ``rendered`` is then the prompt."""
 
 
+class _Row(NamedTuple):
+    """What is read of a row: a conversation or a text, or both sides of a pair."""
+
+    name: str
+    split_key: bytes
+    sides: tuple[TrainedConversation | ExampleText, ...]
+
+
+class _Document(NamedTuple):
+    """A document as text, or both texts of a pair."""
+
+    name: str
+    split_key: bytes
+    texts: tuple[ExampleText, ...]
+
+
 class ConversationReader(FileReader):
     """Reads conversations, named ``path:line`` from 1, or ``path:row`` from 0 in tables."""
 
@@ -59,7 +79,8 @@ class ConversationReader(FileReader):
 
     def __init__(self, record: Chat | Preferences) -> None:
         super().__init__(record)
-        self._answers, self._long = record.answers, record.long
+        self._answers: Answers = record.answers
+        self._long = record.long
         self._values = CommonValues()
         self._ignored = frozenset(record.ignore)
         if any(is_table(file) for file in self.files()):
@@ -105,49 +126,59 @@ class ConversationReader(FileReader):
 
     def encode(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Encoded]]:
         """Yield tokenized conversations, in groups."""
-        templates = [load_chat_template(tokenizer, tools) for tools in (False, True)]
-        batch: list[tuple[str, bytes, tuple[ExampleText, ...]]] = []
+        templates = [chat_template(tokenizer, tools) for tools in (False, True)]
+        if templates[0] == templates[1]:
+            templates.pop()
+        with ExitStack() as stack:
+            renderers = [stack.enter_context(Renderer(template)) for template in templates]
+            rows = self._rows(tokenizer, templates, skipped)
+            while batch := list(islice(rows, BATCH)):
+                texts = self._rendered(batch, renderers, skipped)
+                yield self._encode_batch(texts, tokenizer, seq, skipped)
+
+    def _rows(
+        self, tokenizer: Tokenizer, templates: Sequence[TemplateText], skipped: Skipped
+    ) -> Iterator[_Row]:
+        """Yield the rows that are examples."""
         for name, example in self.examples(skipped):
             try:
                 # Other columns of a table may hold dates or bytes, which JSON cannot represent.
                 text = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
-                split_key = text.encode()
-                template = templates[bool(example.get("tools"))]
-                texts = self._example_texts(example, template, tokenizer, skipped)
+                if OPEN in text or CLOSE in text:
+                    detail = "it contains the noncharacter U+FDD0 or U+FDD1"
+                    raise BadDocument("invalid text", detail)
+                template = templates[-1 if example.get("tools") else 0]
+                sides = self._sides(example, template, tokenizer, skipped)
+                yield _Row(name, text.encode(), sides)
             except UnicodeEncodeError as error:
                 self.refuse(name, "invalid text", f"{error.reason}", skipped)
             except BadDocument as error:
                 self.refuse(name, *error.args, skipped=skipped)
-            else:
-                batch.append((name, split_key, texts))
-            if len(batch) == BATCH:
-                yield self._encode_batch(batch, tokenizer, seq, skipped)
-                batch = []
-        if batch:
-            yield self._encode_batch(batch, tokenizer, seq, skipped)
 
-    def _example_texts(
+    def _sides(
         self,
         row: Mapping[str, Any],
-        template: ChatTemplate,
+        template: TemplateText,
         tokenizer: Tokenizer,
         skipped: Skipped,
-    ) -> tuple[ExampleText, ...]:
-        """Return an example's text; a pair has two."""
+    ) -> tuple[TrainedConversation | ExampleText, ...]:
+        """Return what is to be rendered of a row; a pair has two sides."""
         examples, unread = self._read(without_ignored(row, self._ignored))
         variables = template_variables(template.text)
         refuse_variables(unread, row, variables)
-        texts = tuple(self._text(example, template, tokenizer) for example in examples)
+        sides = tuple(self._side(example, template, tokenizer) for example in examples)
         skipped.note_columns(unread)
-        return texts
+        return sides
 
     def _read(self, row: Mapping[str, Any]) -> tuple[tuple[Example, ...], list[str]]:
         """Return a row's examples, and the columns that were not read."""
         example, unread = read_example(row)
         return (example,), unread
 
-    def _text(self, example: Example, template: ChatTemplate, tokenizer: Tokenizer) -> ExampleText:
-        """Return an example's text, rendered unless it is plain text."""
+    def _side(
+        self, example: Example, template: TemplateText, tokenizer: Tokenizer
+    ) -> TrainedConversation | ExampleText:
+        """Return a conversation with what is trained of it, or plain text as it is."""
         if isinstance(example, PlainText):
             completion = example.completion
             if not completion.endswith(tokenizer.end):
@@ -156,11 +187,34 @@ class ConversationReader(FileReader):
         known = template_variables(template.text)
         check_values(example.values, known, "chat_template_kwargs")
         self._values.add(example.values)
-        return ExampleText(render_conversation(example, template, self._answers == "last"))
+        return trained_conversation(example, self._answers)
+
+    def _rendered(
+        self, rows: Sequence[_Row], renderers: Sequence[Renderer], skipped: Skipped
+    ) -> list[_Document]:
+        """Return the documents of rows; ``renderers`` are one, or one without and one with tools.
+
+        A conversation has several documents if its answers are trained in texts of their own.
+        """
+        examples = _examples(rows, renderers)
+        documents = list[_Document]()
+        for row in rows:
+            texts = [examples.get(id(side), [side]) for side in row.sides]
+            error = next((each for each in texts if isinstance(each, BadDocument)), None)
+            if error is not None:
+                self.refuse(row.name, *error.args, skipped=skipped)
+                if error.args[0] == EXCEEDS:  # others would take as long to fail
+                    skipped.raise_errors()
+                continue
+            for number, sides in enumerate(zip(*texts, strict=True)):
+                name = f"{row.name}/{number}" if number else row.name
+                whole = [s if isinstance(s, ExampleText) else ExampleText(s) for s in sides]
+                documents.append(_Document(name, row.split_key, tuple(whole)))
+        return documents
 
     def _encode_batch(
         self,
-        batch: Sequence[tuple[str, bytes, tuple[ExampleText, ...]]],
+        batch: Sequence[_Document],
         tokenizer: Tokenizer,
         seq: int,
         skipped: Skipped,
@@ -196,6 +250,20 @@ class PreferenceReader(ConversationReader):
     def _read(self, row: Mapping[str, Any]) -> tuple[tuple[Example, ...], list[str]]:
         """Return a row's chosen and rejected examples, and the columns that were not read."""
         return read_pair(row)
+
+
+def _examples(
+    rows: Sequence[_Row], renderers: Sequence[Renderer]
+) -> dict[int, list[Rendered] | BadDocument]:
+    """Return the texts of the rows' conversations, or errors, by the conversations' ``id``."""
+    sides = [side for row in rows for side in row.sides if isinstance(side, TrainedConversation)]
+    examples = dict[int, Any]()
+    for tools, renderer in zip((False, True), renderers, strict=False):
+        # A template for tools may differ from the other.
+        asked = [side for side in sides if len(renderers) == 1 or bool(side.tools) == tools]
+        found = renderer.examples_of(asked)
+        examples |= {id(side): each for side, each in zip(asked, found, strict=True)}
+    return examples
 
 
 def encode_examples(
@@ -253,7 +321,7 @@ def _label_mask(
     return mask_N
 
 
-def load_chat_template(tokenizer: Tokenizer, tools: bool = False, **options: Any) -> ChatTemplate:
+def chat_template(tokenizer: Tokenizer, tools: bool = False, **options: Any) -> TemplateText:
     """Return a tokenizer's chat template; raise ``DataError`` if it has none."""
     text = tokenizer.files.chat_template(tools)
     if text is None:
@@ -262,30 +330,26 @@ def load_chat_template(tokenizer: Tokenizer, tools: bool = False, **options: Any
             "it as chat_template.jinja, or set data.tokenizer.template to its file"
         )
     source = tokenizer.template_source or tokenizer.source
-    return ChatTemplate(text, tokenizer.files.special_tokens(), source, **options)
+    return TemplateText(text, tokenizer.files.special_tokens(), source, **options)
 
 
-def render_conversation(
-    conversation: Conversation, template: ChatTemplate, last_only: bool
-) -> Rendered:
-    """Render a conversation; with ``last_only``, only its last answer is a label.
+def trained_conversation(conversation: Conversation, answers: Answers) -> TrainedConversation:
+    """Return a conversation with the answers that are trained.
 
     Raises:
-        BadDocument: if it is malformed, has a field that nothing reads or no trained answer, or if
-            the template fails.
+        BadDocument: if it is malformed, or has no trained answer.
     """
     given, first, tools, values = conversation
     check_messages(given)
     refuse_media(given)
     context = untrained(given)
     messages = [{k: v for k, v in message.items() if k not in TRAINED} for message in given]
-    refuse_unread(messages, lambda changed: template.render(changed, tools, **values).text)
-    answers = [n for n, m in enumerate(messages) if m["role"] == ASSISTANT]
-    chosen = answers[-1:] if last_only else answers
+    numbers = [n for n, m in enumerate(messages) if m["role"] == ASSISTANT]
+    chosen = numbers[-1:] if answers == "last" else numbers
     trained = [number for number in chosen if number >= first and number not in context]
     if not trained:
         detail = f"completion must contain a message with role {ASSISTANT}"
         if context.intersection(chosen):
             detail = "its messages say that no answer of it is trained; leave it out"
         raise BadDocument("example without an answer", detail)
-    return template.render_answers(messages, tools, trained, **values)
+    return TrainedConversation(messages, trained, answers, tools, values)

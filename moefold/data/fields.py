@@ -9,13 +9,11 @@ messages as ``transformers`` passes them to templates.
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from moefold.data.messages import ASSISTANT, REASONING, Message
 from moefold.data.records import BadDocument
-from moefold.data.template import ASSISTANT, Message
 
 TRAINED = ("weight", "train", "training", "loss", "loss_mask", "trainable")
 """Fields that say whether an answer is trained: false or 0, true or 1."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning."""
 KNOWN = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 """Fields that rendering reads."""
 MEDIA = (

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moefold.data.fields import MEDIA, ONLY_TEXT, ROLES, empty, without
+from moefold.data.messages import ASSISTANT, Message
 from moefold.data.records import BadDocument
-from moefold.data.template import ASSISTANT, Message
 
 Row = Mapping[str, Any]
 

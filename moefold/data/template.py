@@ -1,31 +1,35 @@
-"""Chat templates: rendering of conversations to text, with the character spans of answers.
+"""Chat templates: rendering of prepared messages to text.
 
 A template is third-party code and runs in jinja2's sandbox, with the names and options that
-``transformers`` provides. Answers are the text inside ``{% generation %}``. In a template without
-such blocks, an answer is what its message adds to the conversation before it; a template that
-renders earlier turns differently once others follow is rejected.
+``transformers`` provides. What it writes inside ``{% generation %}`` is marked as an answer. Limits
+of time and size are in :mod:`moefold.data.renderer`, which calls this module in a child process.
 """
 
 import json
+import re
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, Undefined, UndefinedError, nodes
-from jinja2.exceptions import TemplateSyntaxError
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from moefold.data.config import DataError
-from moefold.data.sources import BadDocument
+from moefold.data.records import BadDocument
 
-Message = Mapping[str, Any]
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters, which do not occur in interchanged text (Unicode 16, section 23.7)."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-ASSISTANT = "assistant"
+MAX_CHARS = 4 * 2**20
+"""Most characters that a template may write, besides four for each of the conversation's."""
+_LINES = re.compile(r"^debug_info = '([\d=&]*)'", re.MULTILINE)
+"""Where jinja2 records the lines of its Python code: ``template line=code line&...``."""
 
 
 class Rendered(NamedTuple):
@@ -37,6 +41,22 @@ class Rendered(NamedTuple):
     """Whether the template marks answers with ``{% generation %}``."""
 
 
+class TimeUp(BaseException):
+    """The time for a conversation is over; no ``Exception``, which jinja2 might suppress."""
+
+
+class LimitExceeded(Exception):
+    """A template exceeds a limit; the argument says which, and at which line."""
+
+
+class _TooMuchText(Exception):
+    """The template has written more than it may."""
+
+
+class _HalfCharacter(Exception):
+    """The template has written half of a surrogate pair, which no encoding represents."""
+
+
 class _MissingVariable(Undefined):
     """Undefined variable: printing it is an error, except for special tokens; testing it is not."""
 
@@ -45,6 +65,21 @@ class _MissingVariable(Undefined):
         if name.endswith("_token"):  # the tokenizer lacks this token
             return ""
         self._fail_with_undefined_error()
+
+
+class _PublicNamespace(Namespace):
+    """jinja2's ``namespace``, without names that begin with an underscore, as in transformers."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *others = args  # so that a template can set the name ``self``
+        attributes = dict(*others, **values)
+        for name in attributes:
+            _check_public(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
 
 
 class _GenerationBlock(Extension):
@@ -59,7 +94,7 @@ class _GenerationBlock(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
+        return f"{OPEN}{caller()}{CLOSE}"
 
 
 class ChatTemplate:
@@ -70,9 +105,11 @@ class ChatTemplate:
         special: special tokens by name, such as ``bos_token``.
         source: name of the template in messages.
         today: the date for the template; None makes its use an error, as data would depend on it.
+        max_chars: most characters that it may write, besides four for each of a conversation's.
+        guard: entered whenever the template is compiled or rendered; it may raise ``TimeUp``.
 
     Raises:
-        DataError: if the syntax is wrong; the message names the line.
+        DataError: if the template cannot be compiled; the message names the line.
     """
 
     def __init__(
@@ -81,6 +118,8 @@ class ChatTemplate:
         special: Mapping[str, str],
         source: str = "chat template",
         today: datetime | None = None,
+        max_chars: int = MAX_CHARS,
+        guard: AbstractContextManager[Any] | None = None,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -89,14 +128,21 @@ class ChatTemplate:
             undefined=_MissingVariable,
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now}
-        self._special, self._today, self._source = special, today, source
-        self.text = text
+        environment.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": self._strftime_now,
+            "namespace": _PublicNamespace,
+        }
+        self.text, self.source, self.max_chars = text, source, max_chars
+        self._special, self._today, self._guard = special, today, guard or nullcontext()
         try:
-            self._inner = environment.from_string(text)
-        except TemplateSyntaxError as error:
-            message = f"{source}: line {error.lineno} of the chat template: {error.message}"
-            raise DataError(f"{message}; correct it, or set data.tokenizer.template") from error
+            with self._guard:
+                self._inner = environment.from_string(text)
+        except (Exception, TimeUp) as error:  # jinja2 and Python's compiler raise a dozen kinds
+            line = _line_of_failure(error, environment, text)
+            where = f"{source}: line {line} of the chat template" if line else source
+            remedy = "correct it, or set data.tokenizer.template"
+            raise DataError(f"{where}: {_describe(error)}; {remedy}") from error
 
     def _strftime_now(self, form: str) -> str:
         if self._today is None:
@@ -105,103 +151,151 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
         *,
         prompt: bool = False,
-        **options: Any,
+        max_chars: int | None = None,
     ) -> Rendered:
         """Render a conversation; with ``prompt``, append the beginning of an answer.
 
+        Args:
+            messages: messages as :mod:`moefold.data.messages` prepares them.
+            tools: schemas of the tools.
+            options: more variables of the template.
+            prompt: whether to append the beginning of an answer.
+            max_chars: most characters of the text (default: the template's).
+
         Raises:
             BadDocument: if the template fails; the message names the template's line.
+            LimitExceeded: if it takes too much time or memory, or writes too much.
         """
-        data = {"messages": [_normalise(m) for m in messages], "tools": tools, "documents": None}
+        variables = {"documents": None, **self._special, **(options or {})}
+        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        limit = self.max_chars if max_chars is None else max_chars
         try:
-            variables = {**self._special, **data, **options, "add_generation_prompt": prompt}
-            marked = self._inner.render(variables)
-        except RecursionError as error:
-            raise BadDocument("the template fails", "it recurses without end") from error
-        except Exception as error:  # third-party code can raise anything
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-            where = f" (line {lines[-1]} of {self._source})" if lines else ""
-            if isinstance(error, UndefinedError):
-                detail = f"{error}{where}; add it to the data, or correct the template"
-                raise BadDocument("the template needs a missing value", detail) from error
-            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise BadDocument("the template fails", f"{kind}{error}{where}") from error
-        spans, parts, start = list[tuple[int, int]](), list[str](), 0
-        for number, part in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
-            if number % 2:
-                spans.append((start, start + len(part)))
-            parts.append(part)
-            start += len(part)
-        non_empty = tuple(span for span in spans if span[0] < span[1])
-        return Rendered("".join(parts), non_empty, bool(spans))
+            with self._guard:
+                marked = self._written(variables, limit)
+                if not marked.isascii():
+                    self._check_characters(marked, variables, limit)
+        except (Exception, TimeUp) as error:  # third-party code can raise anything
+            raise self._explained(error) from error
+        return _split_marks(marked)
 
-    def render_answers(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        trained: Collection[int],
-        **options: Any,
-    ) -> Rendered:
-        """Render a conversation, with the spans of the answers whose messages are ``trained``.
+    def _written(self, variables: Mapping[str, Any], limit: int, every: bool = False) -> str:
+        """Return what the template writes; with ``every``, check each piece's characters."""
+        pieces, size = list[str](), 0
+        stream = self._inner.generate(variables)
+        for piece in stream:
+            size += len(piece)
+            pieces.append(piece)
+            # An error thrown into the template has the line that wrote the piece.
+            if size > limit:
+                _throw(stream, _TooMuchText(f"more than {limit:,} characters"))
+            if every and not _is_encodable(piece):
+                _throw(stream, _HalfCharacter())
+        return "".join(pieces)
 
-        Raises:
-            BadDocument: if the template fails, or the spans cannot be determined.
-        """
-        full = self.render(messages, tools, **options)
-        text = json.dumps([messages, tools, options], ensure_ascii=False, default=str)
-        if _OPEN in text or _CLOSE in text:
-            raise BadDocument("invalid text", "it contains the noncharacter U+FDD0 or U+FDD1")
+    def _check_characters(self, text: str, variables: Mapping[str, Any], limit: int) -> None:
+        """Raise if the text has half of a surrogate pair, at the line that writes it."""
+        if not _is_encodable(text):
+            self._written(variables, limit, every=True)
+            raise _HalfCharacter  # its two halves are in two pieces
 
-        def answer_start(number: int) -> int:
-            """Return the position in the text at which the answer in message ``number`` begins."""
-            before = self.render(messages[:number], tools, prompt=True, **options).text
-            self._require_prefix(full.text, before, number)
-            return len(before)
-
-        def answer_span(number: int) -> tuple[int, int]:
-            """Return where the answer in message ``number`` begins and ends in the text."""
-            start, until = answer_start(number), full.text
-            if number + 1 < len(messages):
-                until = self.render(messages[: number + 1], tools, **options).text
-                self._require_prefix(full.text, until, number)
-            return start, len(until)
-
-        answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-        if full.marked and set(answers) <= set(trained):
-            return full
-        spans = [answer_span(number) for number in answers if number in trained]
-        if not full.marked:
-            return Rendered(full.text, tuple(spans))
-        inside = (s for s in full.spans if any(a <= s[0] and s[1] <= b for a, b in spans))
-        return full._replace(spans=tuple(inside))
-
-    def _require_prefix(self, full: str, head: str, number: int) -> None:
-        """Raise ``BadDocument`` if a rendered beginning is not a prefix of the full text."""
-        if full.startswith(head):
-            return
-        at = next(
-            (i for i, (a, b) in enumerate(zip(full, head, strict=False)) if a != b), len(full)
-        )
-        raise BadDocument(
-            "the template changes earlier messages",
-            f"up to message {number} it writes {head[at : at + 40]!r} where the whole conversation "
-            f"has {full[at : at + 40]!r}, so answer {number} cannot be located; mark answers in "
-            "the template with {% generation %}, or train only last answers (answers: last)",
-        )
+    def _explained(self, error: BaseException) -> BadDocument | LimitExceeded:
+        """Return a failure of the template as an error that names its line."""
+        lines = [
+            frame.lineno or 0
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == "<template>"
+        ]
+        line = lines[-1] if lines else 0
+        if isinstance(error, TimeUp) and lines:  # jinja2 translates the lines of others
+            line = self._inner.get_corresponding_lineno(line)
+        where = f" (line {line} of {self.source})" if line else f" ({self.source})"
+        if isinstance(error, UndefinedError):
+            detail = f"{error}{where}; add it to the data, or correct the template"
+            return BadDocument("the template needs a missing value", detail)
+        if isinstance(error, TimeUp | _TooMuchText | MemoryError):
+            return LimitExceeded(f"{_describe(error)}{where}")
+        return BadDocument("the template fails", f"{_describe(error)}{where}")
 
 
-def _normalise(message: Message) -> dict[str, Any]:
-    """Drop a message's nulls, and copy its reasoning to both names that templates use."""
-    values = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((values[name] for name in _REASONING if name in values), None)
-    if reasoning is None:
-        return values
-    return {"thinking": reasoning} | values | {"reasoning_content": reasoning}
+def _throw(stream: Iterator[str], error: Exception) -> None:
+    stream.throw(error)  # type: ignore[attr-defined]
+
+
+def _split_marks(marked: str) -> Rendered:
+    """Return a text without its marks, and the non-empty spans between them."""
+    if OPEN not in marked:
+        return Rendered(marked, ())
+    spans, parts, start = list[tuple[int, int]](), list[str](), 0
+    for number, part in enumerate(marked.replace(CLOSE, OPEN).split(OPEN)):
+        if number % 2 and part:
+            spans.append((start, start + len(part)))
+        parts.append(part)
+        start += len(part)
+    return Rendered("".join(parts), tuple(spans), marked=True)
+
+
+def _describe(error: BaseException) -> str:
+    """Return an error of a template as a clause."""
+    if isinstance(error, RecursionError):
+        return "it recurses without end, or is nested too deeply"
+    if isinstance(error, TimeUp):
+        return f"it takes more than {error}"
+    if isinstance(error, _TooMuchText):
+        return f"it writes {error}"
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    if isinstance(error, _HalfCharacter):
+        return "it writes half of a surrogate pair, which is no character"
+    if isinstance(error, TemplateSyntaxError):
+        return str(error.message)
+    if isinstance(error, TemplateError):
+        return str(error)
+    text = str(error).partition(" (")[0] if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def _line_of_failure(
+    error: BaseException, environment: ImmutableSandboxedEnvironment, text: str
+) -> int | None:
+    """Return the template's line at which compilation failed, if that can be told."""
+    if isinstance(error, TemplateSyntaxError):
+        return error.lineno
+    if isinstance(error, SyntaxError):  # of the Python code that jinja2 wrote
+        recorded = _LINES.search(str(environment.compile(text, raw=True)))
+        pairs = [pair.split("=") for pair in recorded[1].split("&")] if recorded else []
+        known = [int(line) for line, code in pairs if int(code) <= (error.lineno or 0)]
+        return known[-1] if known else 1
+    frame: TracebackType | None = error.__traceback__
+    found = None
+    while frame is not None:  # the innermost of jinja2's frames that knows its line
+        values = frame.tb_frame.f_locals
+        stream = getattr(values.get("self"), "stream", None)
+        for line in (
+            values.get("lineno"),
+            getattr(values.get("node"), "lineno", None),
+            getattr(getattr(stream, "current", None), "lineno", None),
+        ):
+            found = line if isinstance(line, int) else found
+        frame = frame.tb_next
+    return found
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the name {name!r}")
 
 
 def _to_json(

@@ -11,8 +11,9 @@ from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
 from moefold.data.answer_end import answer_ends
 from moefold.data.config import DataError
-from moefold.data.conversations import load_chat_template
+from moefold.data.conversations import chat_template
 from moefold.data.records import BadDocument
+from moefold.data.renderer import Renderer
 from moefold.data.replies import Piece, ReplyForm
 from moefold.data.template_names import check_values, template_variables
 from moefold.data.tokenizer import Tokenizer, from_path
@@ -97,11 +98,12 @@ class TextGenerator:
         Raises:
             DataError: if the template does not read one of the values, or fails.
         """
-        template = load_chat_template(self.tokenizer, today=datetime.now())
+        template = chat_template(self.tokenizer, today=datetime.now())
         given = self.tokenizer.files.template_values() | values
         try:
             check_values(values, template_variables(template.text), "--template-value")
-            return template.render(messages, prompt=True, **given).text
+            with Renderer(template) as renderer:
+                return renderer.text_of(messages, options=given, prompt=True)
         except BadDocument as error:
             raise DataError(f"{self.path}: {': '.join(error.args)}") from error
 

@@ -82,12 +82,38 @@ def rewritten(family: str, example: dict[str, Any]) -> bool:
     """Whether a later turn changes what the template writes of an answer."""
     messages = example["messages"]
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    return (family == "gpt_oss" and len(answers) > 1) or loses_reasoning(family, example)
+
+
+def loses_reasoning(family: str, example: dict[str, Any]) -> bool:
+    """Whether the template leaves reasoning out once later turns follow."""
+    messages = example["messages"]
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     last = max(i for i, m in enumerate(messages) if m["role"] == "user")
-    if family == "gpt_oss":
-        return len(answers) > 1
-    return family == "qwen3_moe" and any(
-        "reasoning_content" in messages[i] for i in answers if i < last
-    )
+    earlier = answers[:-1] if family == "gpt_oss" else [i for i in answers if i < last]
+    return any("reasoning_content" in messages[i] for i in earlier)
+
+
+def theirs_each(folder: Path, example: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """For each answer the conversation up to it, with the labels of this answer.
+
+    One that another begins with is part of it.
+    """
+    messages = example["messages"]
+    texts = [
+        theirs(folder, [example | {"messages": messages[: i + 1]}])[0]
+        for i, m in enumerate(messages)
+        if m["role"] == "assistant"
+    ]
+    found = list[tuple[list[int], list[int]]]()
+    for ids, mask in texts:
+        ends = [at for at in range(len(mask)) if mask[at] and not mask[at - 1]]
+        mask = [int(at >= ends[-1] and m) for at, m in enumerate(mask)]
+        if found and ids[: len(found[-1][0])] == found[-1][0]:
+            before = found.pop()[1]
+            mask[: len(before)] = before
+        found.append((ids, mask))
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,19 +122,32 @@ def test_b70_ids_and_masks_are_those_of_transformers(tmp_path: Path, family: str
     examples = [drawn_example(draws, family) for _ in range(EACH)]
     lines = write_lines(tmp_path / "chats.jsonl", examples)
     folder = write_chat_folder(tmp_path / "marked", template_of(family), **FAMILIES[family])
-    expected = theirs(folder, examples)
-    assert documents(prepared_from(tmp_path, folder, lines)) == expected
+    whole = theirs(folder, examples)
+    each = [theirs_each(folder, example) for example in examples]
+
+    found = documents(prepared_from(tmp_path, folder, lines))
+    lost = [loses_reasoning(family, example) for example in examples]
+    assert found == [
+        document
+        for one, several, apart in zip([[e] for e in whole], each, lost, strict=True)
+        for document in (several if apart else one)
+    ]
 
     without = write_chat_folder(
         tmp_path / "unmarked", template_of(family, marked=False), **FAMILIES[family]
     )
-    found = prepared_from(tmp_path, without, lines, bad="skip")
-    kept = [
-        e for e, example in zip(expected, examples, strict=True) if not rewritten(family, example)
+    assert documents(prepared_from(tmp_path, without, lines)) == [
+        one for several in each for one in several
     ]
-    assert documents(found) == kept and len(kept) > EACH // 5
-    refused = found.skipped["chat"].get("the template changes earlier messages", {"count": 0})
-    assert refused["count"] == EACH - len(kept)
+    if any(rewritten(family, example) for example in examples):
+        left = prepared_from(tmp_path, without, lines, bad="skip", answers="all")
+        kept = [
+            e for e, example in zip(whole, examples, strict=True) if not rewritten(family, example)
+        ]
+        assert documents(left) == kept and len(kept) > EACH // 5
+        assert left.skipped["chat"]["the template changes earlier messages"]["count"] == (
+            EACH - len(kept)
+        )
 
 
 def test_of_several_templates_examples_with_tools_have_the_one_for_tools(tmp_path: Path) -> None:
@@ -289,7 +328,11 @@ def test_bad_examples_are_told_of_at_once_up_to_a_number(tmp_path: Path) -> None
         ),
         ("{{ persona }}", r"chats\.jsonl:1: .*needs a missing value: 'persona' is undefined"),
         ("{{ strftime_now('%Y') }}", r"chats\.jsonl:1: .*current date"),
-        ("{% generation %}{% endgeneration %}a", r"chats\.jsonl:1: .*without an answer: it has no"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}",
+            r"chats\.jsonl:1: .*without an answer: it has no",
+        ),
+        ("{% generation %}{% endgeneration %}a", r"chats\.jsonl:1: .*leaves out a part"),
         ("{{ ''.__class__.__mro__ }}", r"chats\.jsonl:1: .*unsafe"),
         ("{% for m in messages %}", r"chat_template\.jinja: line 1 .*correct it, or set data"),
         (None, "has no chat template.*set data.tokenizer.template"),

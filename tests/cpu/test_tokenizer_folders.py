@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from moefold.cli.main import main
 from moefold.data.config import DataError
-from moefold.data.conversations import encode_pairs, load_chat_template
+from moefold.data.conversations import chat_template, encode_pairs
+from moefold.data.renderer import Renderer
 from moefold.data.tokenizer import Tokenizer, from_path
 from tests.chats import conversation, words
 from tests.tokenizer_folders import FOLDERS
@@ -84,7 +85,8 @@ def test_b72_conversations_have_the_ids_of_transformers(both: tuple[Tokenizer, A
     for _ in range(6):
         messages = conversation(draws, system=False)
         wanted = theirs.apply_chat_template(messages)["input_ids"]
-        text = load_chat_template(ours).render(messages).text
+        with Renderer(chat_template(ours)) as renderer:
+            text = renderer.text_of(messages)
         ((ids, _),) = ours.encode_chats([text])
         assert ids.tolist() == wanted
 
@@ -240,7 +242,7 @@ def test_files_that_contradict_each_other_are_refused(tmp_path: Path, name: str)
         with pytest.raises(
             DataError, match=r"but no default; save the one .* chat_template\.jinja"
         ):
-            load_chat_template(from_path(str(tmp_path)))
+            chat_template(from_path(str(tmp_path)))
         return
     with pytest.raises(DataError, match=message):
         from_path(str(tmp_path))

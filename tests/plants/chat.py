@@ -3,6 +3,7 @@
 from tests.plants.plant import Plant
 
 CHAT = "tests/cpu/test_data_chat.py::"
+ANSWERS = "tests/cpu/test_data_answers.py::"
 MASKS = CHAT + "test_b70_ids_and_masks_are_those_of_transformers"
 SPEAKING = "tests/cpu/test_convert_chat.py::"
 BACK = SPEAKING + "test_b72_template_settings_and_end_tokens_come_back"
@@ -20,9 +21,9 @@ PLANTS = (
         "b70",
         "the header of an answer is trained with it",
         MASKS,
-        "data/template.py",
-        "before = self.render(messages[:number], tools, prompt=True, **options).text",
-        "before = self.render(messages[:number], tools, **options).text",
+        "data/answers.py",
+        "prompt = self.render(number, prompt=True).text",
+        "prompt = self.render(number).text",
     ),
     Plant(
         "b70",
@@ -31,6 +32,38 @@ PLANTS = (
         "data/conversations.py",
         "end = first + int(found[-1]) + 1 if len(found) else end",
         "end = first + int(found[-1]) if len(found) else end",
+    ),
+    Plant(
+        "hides",
+        "reasoning that is in no text is no loss",
+        ANSWERS + "test_a_short_word_elsewhere_hides_no_loss",
+        "data/skeleton.py",
+        'REQUIRED = ("text", "reasoning", "call", "schema")',
+        'REQUIRED = ("text", "call", "schema")',
+    ),
+    Plant(
+        "each",
+        "reasoning of an answer that is trained may be left out",
+        ANSWERS + "test_each_answer_is_trained_in_the_text_before_it",
+        "data/answers.py",
+        "in_history = part.message not in example.trained",
+        "in_history = True",
+    ),
+    Plant(
+        "trained",
+        "an answer takes the place of the one before it",
+        ANSWERS + "test_a_beginning_that_stays_is_trained_once",
+        "data/answers.py",
+        "spans = earlier.rendered.spans + example.rendered.spans",
+        "spans = example.rendered.spans",
+    ),
+    Plant(
+        "null",
+        "null is always left out",
+        ANSWERS + "test_null_stays_null_where_a_template_asks_for_it",
+        "data/messages.py",
+        'if form.nulls == "null":',
+        'if form.nulls == "none":',
     ),
     Plant(
         "b71",

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import processors
 
 from moefold.data.answer_end import answer_ends
+from moefold.data.answers import AnswerFinder, TrainedConversation
 from moefold.data.config import FileTokenizer
 from moefold.data.conversations import (
     ExampleText,
@@ -154,7 +155,7 @@ def labels(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     """Return the text of a conversation's labels."""
     shape = ChatTemplate(tokenizer.files["chat_template.jinja"], {})
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    rendered = shape.render_answers(messages, None, answers)
+    (rendered,) = AnswerFinder(shape).examples_of(TrainedConversation(messages, answers))
     ((ids, mask),) = encode_examples([ExampleText(rendered)], tokenizer)
     return tokenizer.decode(ids[mask].tolist(), special=True)
 
