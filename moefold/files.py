@@ -4,11 +4,15 @@ import errno
 import json
 import math
 import os
+import resource
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+SPARE_HANDLES = 256
+"""Files besides those of data that a process has open: modules, logs, sockets, checkpoints."""
 
 
 @contextmanager
@@ -127,6 +131,25 @@ def read_json(
     if not isinstance(content, dict):
         raise kind(f"{path} must contain a JSON object, not a {type(content).__name__}")
     return content
+
+
+def reserve_handles(number: int, what: str) -> None:
+    """Raise this process's limit of open files so that ``number`` more can be opened.
+
+    Raises:
+        ValueError: if the system's hard limit is too low; says the number, and ``what`` needs it.
+    """
+    needed = number + SPARE_HANDLES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard) and soft == hard:
+        return
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ValueError(
+                f"{what} need {needed} open files in each process, but the system allows {hard}; "
+                f"raise the hard limit (ulimit -Hn {needed}), or join files"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def make_folder(path: Path) -> list[Path]:

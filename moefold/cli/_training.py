@@ -18,6 +18,7 @@ from moefold.comm.environment import RankInfo
 from moefold.comm.launch import RankLost
 from moefold.comm.worker import Attempt
 from moefold.comm.world import IN_OPERATION
+from moefold.data.config import DataError
 from moefold.run import Run
 from moefold.training.banner import Row, banner_panel
 from moefold.training.formatting import count
@@ -112,7 +113,7 @@ def train_to_end(
     except (NonFiniteStep, RoutingCollapse) as stopped:
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")
         return STOPPED_BY_POLICY
-    except (OSError, SaveError):
+    except (OSError, SaveError, DataError):
         if checkpoint := find_newest(job.folder):
             text = f"the newest checkpoint is {checkpoint}; {resume_hint(str(job.folder), is_fork)}"
             console.print(Text(text, style="yellow"), soft_wrap=True)

@@ -22,8 +22,9 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
+from moefold.data.blocks import BlockDigests, CheckedFile
 from moefold.data.config import DataError, IndexedTokens
-from moefold.data.order import stable_hash
+from moefold.data.derived import Derived
 from moefold.files import read_json
 
 MAGIC = b"MMIDIDX\0\0"
@@ -40,6 +41,8 @@ DTYPES: dict[int, type[np.integer]] = {
 _HEADER = struct.Struct("<9sQBQQ")
 _UINT16_VOCAB = 65500  # from this size on, the format's writers use int32
 _SAMPLE_BYTES, _SAMPLE_COUNT = 1 << 16, 64
+_CHUNK = 1 << 20
+"""Entries of an index that are checked at a time, so that memory is bounded."""
 
 
 def dtype_for(vocab: int) -> type[np.integer]:
@@ -76,6 +79,7 @@ class IndexWriter:
         self.n_tokens = 0
         self._drafts = [f.with_name(f"{f.name}.{os.getpid()}.tmp") for f in (self.bin, self.idx)]
         self._hash = sha256()
+        self._blocks = BlockDigests()
         self.bin.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._drafts[0].open("wb")
 
@@ -118,6 +122,7 @@ class IndexWriter:
         data = ids.astype(self.dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
+        self._blocks.update(data)
         self.lengths.append(len(ids))
         self.n_tokens += len(ids)
 
@@ -125,9 +130,13 @@ class IndexWriter:
         """Return the SHA-256 over both files, once they are published."""
         return self._hash.hexdigest()
 
+    def block_digests(self) -> list[str]:
+        """Return the digest of each block of the ``.bin`` file."""
+        return self._blocks.hexdigests()
+
 
 class IndexedDataset:
-    """Reads indexed token files through memory maps.
+    """Reads indexed token files: the index at once, ids on demand (:class:`CheckedFile`).
 
     A document is one or more sequences of the file. Tokens are numbered across documents.
 
@@ -140,28 +149,55 @@ class IndexedDataset:
         for file in (self.bin, self.idx):
             if not file.is_file():
                 raise DataError(f"{file}: no such file; token files are pairs of .bin and .idx")
-        self._read_index()
-        self._check_entries()
-        self._sequence_starts_1 = np.cumsum(np.append(0, self.lengths), dtype=np.int64)
-        self.document_starts_1 = self._sequence_starts_1[self.marks_1]
+        self.file = CheckedFile(self.bin)
+        """The ids."""
+        lengths, offsets, marks_1 = self._read_index()
+        self._check_entries(lengths, offsets, marks_1)
+        n = len(lengths)
+        self._sequence_starts_1 = np.zeros(n + 1, np.int64)
+        np.cumsum(lengths, out=self._sequence_starts_1[1:])
+        # Large indices are usual: what follows from the rest is not kept.
+        one_each = len(marks_1) == n + 1 and all(
+            np.array_equal(marks_1[at : at + _CHUNK], np.arange(at, min(at + _CHUNK, n + 1)))
+            for at in range(0, n + 1, _CHUNK)
+        )
+        self.document_starts_1 = (
+            self._sequence_starts_1 if one_each else self._sequence_starts_1[marks_1]
+        )
         """int64 [documents + 1], first token of each document, then the total number of tokens."""
-        self._ids = np.memmap(self.bin, self.dtype, "r") if self.bin.stat().st_size else None
+        item = self.dtype.itemsize
+        dense = all(
+            np.array_equal(
+                offsets[at : at + _CHUNK],
+                self._sequence_starts_1[at : at + _CHUNK][: n - at] * item,
+            )
+            for at in range(0, n, _CHUNK)
+        )
+        self._offsets = None if dense else offsets
 
     def _fail(self, field: str, byte: int, text: str, file: Path | None = None) -> NoReturn:
         raise DataError(f"{file or self.idx}: {field} at byte {byte}: {text}")
 
     def _check(
-        self, wrong: np.ndarray, field: str, first: int, step: int, text: str, *values: np.ndarray
+        self,
+        wrong: np.ndarray,
+        field: str,
+        place: tuple[int, int, int],
+        text: str,
+        *values: np.ndarray,
     ) -> None:
-        """Raise ``DataError`` for the first ``wrong`` entry; entry i is at byte first + step * i.
+        """Raise ``DataError`` for the first ``wrong`` entry.
 
-        ``text`` is a format string for the entry's ``values``.
+        ``place`` has the byte of the field's first entry, the bytes of an entry, and the number of
+        the first one in ``wrong``; ``text`` is a format string for the entry's ``values``.
         """
+        first, step, at = place
         for i in np.flatnonzero(wrong)[:1]:
             entry = text.format(*(each[i] for each in values))
-            self._fail(f"{field} {i}", first + step * int(i), entry)
+            self._fail(f"{field} {at + i}", first + step * int(at + i), entry)
 
-    def _read_index(self) -> None:
+    def _read_index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return lengths and offsets of sequences, and marks of documents."""
         size, at = self.idx.stat().st_size, _HEADER.size
         if size < at:
             self._fail("header", 0, f"the file has {size} bytes, fewer than the header's {at}")
@@ -182,47 +218,64 @@ class IndexedDataset:
             if wrong:
                 self._fail(field, byte, text)
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        raw = np.memmap(self.idx, np.uint8, "r")
-        self.lengths = raw[at : at + 4 * n].view("<i4")
-        self.offsets = raw[at + 4 * n : middle].view("<i8")
-        self.marks_1 = raw[middle:end].view("<i8")
+        self._n_sequences = n
+        with self.idx.open("rb") as file:
+            file.seek(at)
+            arrays = [np.fromfile(file, *form) for form in (("<i4", n), ("<i8", n), ("<i8", marks))]
+        for array_read, number in zip(arrays, (n, n, marks), strict=True):
+            if len(array_read) != number:
+                self._fail("end", size, "the file became shorter while it was read")
+        return arrays[0], arrays[1], arrays[2]
 
-    def _check_entries(self) -> None:
+    def _check_entries(self, lengths: np.ndarray, offsets: np.ndarray, marks: np.ndarray) -> None:
         """Check that lengths are not negative and offsets are aligned, ascending and in bounds.
 
         Marks must start at 0, never decrease, and end with the number of sequences.
         """
-        lengths, offsets = self.lengths, self.offsets.astype(np.int64)
-        item, size, first = self.dtype.itemsize, self.bin.stat().st_size, _HEADER.size
-        self._check(lengths < 0, "length of sequence", first, 4, "{} is negative", lengths)
-        first += 4 * len(lengths)
+        item, size, n = self.dtype.itemsize, self.file.size, len(lengths)
+        end = 0
+        for at in range(0, n, _CHUNK):
+            end = self._check_sequences(
+                at, lengths[at : at + _CHUNK], offsets[at : at + _CHUNK], end
+            )
+        if size % item:
+            text = f"is not a multiple of {item}, the bytes of a token; the file is damaged"
+            self._fail("end of file", size, text, self.bin)
+        first = _HEADER.size + 12 * n
+        for at in range(0, len(marks), _CHUNK):
+            part = marks[at : at + _CHUNK]
+            before = np.append(marks[at - 1] if at else 0, part[:-1])
+            last = np.arange(at, at + len(part)) == len(marks) - 1
+            for wrong, text in (
+                (part[: at == 0] != 0, "is {}, not 0"),
+                (part < before, "{} is less than the previous mark, {}"),
+                (last & (part != n), f"the last mark is {{}}, not the number of sequences, {n}"),
+            ):
+                self._check(wrong, "document mark", (first, 8, at), text, part, before)
+
+    def _check_sequences(self, at: int, lengths: np.ndarray, offsets: np.ndarray, end: int) -> int:
+        """Check sequences from ``at`` on, which begin after byte ``end``; return the last's end."""
+        item, size, first = self.dtype.itemsize, self.file.size, _HEADER.size
+        place = first, 4, at
+        self._check(lengths < 0, "length of sequence", place, "{} is negative", lengths)
         ends = offsets + lengths.astype(np.int64) * item
-        before = np.append(0, ends)[:-1]
+        before = np.append(end, ends[:-1])
         for wrong, text in (
             (offsets < 0, "{} is negative"),
             (offsets % item != 0, f"{{}} is not a multiple of {item}, the bytes of a token"),
             (offsets > size, f"{{}} is beyond the end of the .bin file, which has {size} bytes"),
             (offsets < before, "{} is before the end of the previous sequence, {}"),
         ):
-            self._check(wrong, "offset of sequence", first, 8, text, offsets, before)
+            place = first + 4 * self._n_sequences, 8, at
+            self._check(wrong, "offset of sequence", place, text, offsets, before)
         for i in np.flatnonzero(ends > size)[:1]:
-            text = f"sequence {i} ends at byte {ends[i]}; truncated, or not the file of this index"
+            text = f"sequence {at + i} ends at byte {ends[i]}; "
+            text += "truncated, or not the file of this index"
             self._fail("end of file", size, text, self.bin)
-        if size % item:
-            text = f"is not a multiple of {item}, the bytes of a token; the file is damaged"
-            self._fail("end of file", size, text, self.bin)
-        marks, n = self.marks_1, len(lengths)
-        last = np.arange(len(marks)) == len(marks) - 1
-        for wrong, text in (
-            (marks[:1] != 0, "is {}, not 0"),
-            (marks < np.append(0, marks)[:-1], "{} is less than the previous mark, {}"),
-            (last & (marks != n), f"the last mark is {{}}, not the number of sequences, {n}"),
-        ):
-            first = _HEADER.size + 12 * n
-            self._check(wrong, "document mark", first, 8, text, marks, np.append(0, marks)[:-1])
+        return int(ends[-1])
 
     def __len__(self) -> int:
-        return len(self.marks_1) - 1
+        return len(self.document_starts_1) - 1
 
     @property
     def n_tokens(self) -> int:
@@ -235,10 +288,14 @@ class IndexedDataset:
         item, parts = self.dtype.itemsize, []
         s = int(np.searchsorted(self._sequence_starts_1, start, side="right")) - 1
         while start < stop:
-            assert self._ids is not None
-            end = min(stop, int(self._sequence_starts_1[s + 1]))
-            at = int(self.offsets[s]) // item + start - int(self._sequence_starts_1[s])
-            parts.append(self._ids[at : at + end - start])
+            # Without offsets, sequences follow one another without a gap.
+            end, at = stop, start * item
+            if self._offsets is not None:
+                first = int(self._sequence_starts_1[s])
+                end = min(stop, int(self._sequence_starts_1[s + 1]))
+                at = int(self._offsets[s]) + (start - first) * item
+            data = self.file.read(at, (end - start) * item)
+            parts.append(np.frombuffer(data, self.dtype))
             start, s = end, s + 1
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
@@ -257,8 +314,9 @@ class IndexedDataset:
                 whole = file_digest(file, "sha256")
             whole.update(self.idx.read_bytes())
             return whole.hexdigest()
-        sampled = sha256(self.idx.read_bytes())
-        size = self.bin.stat().st_size
+        with self.idx.open("rb") as file:
+            sampled = file_digest(file, "sha256")
+        size = self.file.size
         sampled.update(str(size).encode())
         with self.bin.open("rb") as file:
             for i in range(_SAMPLE_COUNT):
@@ -312,15 +370,13 @@ class IndexedSource:
             "set other_tokenizer: allow in the source"
         )
 
-    def split(self) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, derived: Derived) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices of the training documents and of the held-out ones."""
-        numbers = np.arange(len(self.dataset))
+        number = len(self.dataset)
         if not self._record.holdout:
-            return numbers, numbers[:0]
-        limit = int(self._record.holdout * 2**64)
-        hashes = (stable_hash("holdout", int(n)) for n in numbers)
-        held_out = np.fromiter((h < limit for h in hashes), bool, len(numbers))
-        return numbers[~held_out], numbers[held_out]
+            return np.arange(number), np.zeros(0, np.int64)
+        held_out = derived.held_out(self._record.label, number, self._record.holdout)
+        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 class DocumentPiece(NamedTuple):
@@ -353,6 +409,11 @@ class Corpus:
         numbers = np.arange(len(dataset)) if chosen is None else chosen
         self._indices = numbers[lengths[numbers] > 0]
         self._starts_1 = np.append(0, np.cumsum(lengths[self._indices], dtype=np.int64))
+
+    @property
+    def datasets(self) -> tuple[IndexedDataset, ...]:
+        """The token files that are read."""
+        return (self.dataset,)
 
     @property
     def n_documents(self) -> int:

@@ -154,11 +154,13 @@ class Loader:
     def fingerprint(self) -> str:
         """Return a SHA-256 of the data and of how sequences are cut, without seed and batch.
 
-        Loaders with equal fingerprint, seed and batch return equal batches at every step.
+        Loaders with equal fingerprint, seed and batch return equal batches at every step. For token
+        files of other programs a second digest follows, of all their bytes.
         """
         weights = [(p.name, p.weight) for p in self._parts]
         text = json.dumps([_ORDER_VERSION, self.prepared.fingerprint(), self.seq, weights])
-        return sha256(text.encode()).hexdigest()
+        contents = self.prepared.contents()
+        return sha256(text.encode()).hexdigest() + (f".{contents}" if contents else "")
 
     def epoch(self, step: int) -> dict[str, float]:
         """Return how many epochs of each training source precede ``step``."""

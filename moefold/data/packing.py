@@ -226,6 +226,11 @@ class MaskedCorpus(Corpus):
             raise DataError(f"{mask.bin}: does not match {tokens.bin}; prepare both again")
         self._mask = mask
 
+    @property
+    def datasets(self) -> tuple[IndexedDataset, ...]:
+        """The files of tokens and of masks."""
+        return self.dataset, self._mask
+
     @cached_property
     def lengths(self) -> np.ndarray:
         """int64 number of tokens of each document."""

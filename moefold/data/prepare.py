@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -22,6 +22,7 @@ from moefold.config.base import to_dict
 from moefold.config.plugins import plugin_hash
 from moefold.config.slot import build
 from moefold.data.config import Data, DataError, FileSource, SourceRecord
+from moefold.data.derived import Derived, Progress
 from moefold.data.index import (
     Corpus,
     IndexedDataset,
@@ -36,7 +37,7 @@ from moefold.data.packing import MaskedCorpus
 from moefold.data.sources import Skipped, Source, encode_utf8
 from moefold.data.template_names import common_values
 from moefold.data.tokenizer import Tokenizer, load
-from moefold.files import folder_for, path_in_errors, read_json, write_json
+from moefold.files import folder_for, path_in_errors, read_json, reserve_handles, write_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -45,8 +46,8 @@ MASK = ".mask"
 _TOKENIZER = "tokenizer.json"
 _PIECE = 1 << 14
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, bytes done, and total bytes."""
+HANDLES = 4
+"""Most files of a source that are open at once: tokens and masks of both sides."""
 BuiltSource = tuple[SourceRecord, Source | IndexedSource]
 
 
@@ -63,6 +64,8 @@ class PreparedPart:
     """UTF-8 bytes of the text; 0 if unknown."""
     byte_ratio: float
     """UTF-8 bytes of the text per byte of decoded tokens: 1 for a byte-level tokenizer."""
+    blocks: str = ""
+    """Hash of the digests of all blocks, if ``digest`` is of samples only."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,21 @@ class PreparedData:
         parts = [[(p.name, p.digest) for p in side] for side in (self.train, self.valid)]
         return sha256(json.dumps([self.tokenizer.fingerprint, parts]).encode()).hexdigest()
 
+    def contents(self) -> str:
+        """Return a SHA-256 of what :meth:`fingerprint` samples only; empty if it covers all."""
+        blocks = [part.blocks for part in (*self.train, *self.valid)]
+        return sha256("".join(blocks).encode()).hexdigest() if any(blocks) else ""
+
+    def changes(self) -> list[str]:
+        """Return which token files are no longer those that were opened, and what changed."""
+        datasets = {
+            id(dataset): dataset
+            for part in (*self.train, *self.valid)
+            for dataset in part.corpus.datasets
+        }
+        found = ((dataset.bin, dataset.file.change()) for dataset in datasets.values())
+        return [f"{path} {change}" for path, change in found if change]
+
 
 def prepare(
     data: Data,
@@ -97,12 +115,15 @@ def prepare(
     Raises:
         DataError: if a source cannot be read or has no documents.
     """
+    report = on_progress or (lambda *_: None)
+    reserve_handles(HANDLES * len((*data.train, *data.valid)), "data.train and data.valid")
     sources = [(record, _build_source(record)) for record in (*data.train, *data.valid)]
     key, root = _cache_key(data, sources)[:16], Path(scratch or folder)
     for place in dict.fromkeys((Path(folder), root)):
         if (place / key).is_dir():
             try:
-                return _open_prepared(place / key, data, sources)
+                derived = Derived(place / key, report, writes=scratch is None or place == root)
+                return _open_prepared(place / key, data, sources, derived)
             except UnfitTokens:  # the prepared files are intact
                 raise
             except DataError:  # damaged after preparation: prepare again
@@ -110,7 +131,7 @@ def prepare(
                     shutil.rmtree(place / key)
     final = root / key
     with folder_for(root), path_in_errors(root), _draft_folder(root) as draft:
-        _write(draft, data, sources, on_progress or (lambda *_: None))
+        _write(draft, data, sources, report)
         if _cache_key(data, sources)[:16] != key:
             raise DataError(
                 "files of the data changed while they were read; prepare the data again when "
@@ -121,7 +142,7 @@ def prepare(
         except OSError:
             if not (final / MANIFEST).is_file():  # else another process was first
                 raise
-    return _open_prepared(final, data, sources)
+    return _open_prepared(final, data, sources, Derived(final, report))
 
 
 @contextmanager
@@ -271,9 +292,13 @@ def _encode(
             "bytes": n_bytes[side],
             "token_bytes": n_token_bytes[side],
             "digest": writer.digest(),
+            "blocks": writer.block_digests(),
         }
         if side in masks:
-            metadata |= {"mask": masks[side].digest()}
+            metadata |= {
+                "mask": masks[side].digest(),
+                "mask_blocks": masks[side].block_digests(),
+            }
         prefix = _prefix(draft, record, side)
         write_json(metadata_file(prefix), metadata | {"sampled": _sample_digests(prefix)})
 
@@ -306,7 +331,9 @@ def open_mask(prefix: str | Path) -> IndexedDataset | None:
     return IndexedDataset(mask) if token_files(mask)[1].is_file() else None
 
 
-def _open_prepared(folder: Path, data: Data, sources: Sequence[BuiltSource]) -> PreparedData:
+def _open_prepared(
+    folder: Path, data: Data, sources: Sequence[BuiltSource], derived: Derived
+) -> PreparedData:
     """Open a prepared folder, and the token files of indexed sources."""
     file = folder / MANIFEST
     manifest = read_json(file, DataError) if file.is_file() else {}
@@ -319,19 +346,21 @@ def _open_prepared(folder: Path, data: Data, sources: Sequence[BuiltSource]) -> 
         first = train if i < len(data.train) else valid
         if isinstance(source, IndexedSource):
             source.check_tokenizer(tokenizer.fingerprint)
-            for side, chosen in zip((first, valid), source.split(), strict=True):
+            for side, chosen in zip((first, valid), source.split(derived), strict=True):
                 if side is first or record.holdout:
-                    side.append(_indexed_part(record, source, tokenizer, chosen))
+                    side.append(_indexed_part(record, source, tokenizer, chosen, derived))
             continue
-        first.append(_open_part(folder, record, "train", tokenizer))
+        first.append(_open_part(folder, record, "train", tokenizer, derived))
         if record.holdout:
-            valid.append(_open_part(folder, record, "valid", tokenizer))
+            valid.append(_open_part(folder, record, "valid", tokenizer, derived))
     return PreparedData(
         folder, tokenizer, tuple(train), tuple(valid), manifest["skipped"], manifest["seconds"]
     )
 
 
-def _open_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> PreparedPart:
+def _open_part(
+    folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer, derived: Derived
+) -> PreparedPart:
     prefix = _prefix(folder, record, side)
     info, dataset = read_metadata(prefix), IndexedDataset(prefix)
     counts, stored = (len(dataset), dataset.n_tokens), (info.get("documents"), info.get("tokens"))
@@ -340,16 +369,38 @@ def _open_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokeniz
     if info.get("sampled") not in (None, _sample_digests(prefix)):
         raise DataError(f"{dataset.bin}: the token files differ from those written")
     corpus, digest = Corpus(record.label, dataset, tokenizer.size), info["digest"]
+    _expect_blocks(dataset, info, "blocks", derived, f"{record.label}.{side}")
     if "mask" in info:
         masks = IndexedDataset(f"{prefix}{MASK}")
+        _expect_blocks(masks, info, "mask_blocks", derived, f"{record.label}.{side}{MASK}")
         corpus = MaskedCorpus(record.label, dataset, tokenizer.size, masks)
         digest = sha256(f"{digest}{info['mask']}".encode()).hexdigest()
     ratio = info["bytes"] / max(info["token_bytes"], 1)
     return PreparedPart(record.label, record.weight, corpus, digest, info["bytes"], ratio)
 
 
+def _expect_blocks(
+    dataset: IndexedDataset, info: dict, key: str, derived: Derived, label: str
+) -> None:
+    """State the digests of a file's blocks; files of older versions have none in their metadata.
+
+    Raises:
+        DataError: if older files differ from those that were written.
+    """
+    if key in info:
+        dataset.file.expect(info[key])
+        return
+    stored = info["digest"] if key == "blocks" else info["mask"]
+    if derived.check(label, dataset.file) and dataset.digest(full=True) != stored:
+        raise DataError(f"{dataset.bin}: the token files differ from those written")
+
+
 def _indexed_part(
-    record: SourceRecord, source: IndexedSource, tokenizer: Tokenizer, chosen: np.ndarray
+    record: SourceRecord,
+    source: IndexedSource,
+    tokenizer: Tokenizer,
+    chosen: np.ndarray,
+    derived: Derived,
 ) -> PreparedPart:
     info, all_chosen = source.metadata, len(chosen) == len(source.dataset)
     corpus = Corpus(record.label, source.dataset, tokenizer.size, None if all_chosen else chosen)
@@ -359,6 +410,11 @@ def _indexed_part(
             f"{source.prefix} with tokens (holdout {record.holdout}); change holdout"
         )
     ratio = info["bytes"] / info["token_bytes"] if info.get("token_bytes") else 1.0
-    digest = sha256(source.dataset.digest().encode() + chosen.tobytes()).hexdigest()
+    digest = sha256(source.dataset.digest().encode())
+    for start in range(0, len(chosen), 1 << 20):
+        digest.update(chosen[start : start + (1 << 20)].tobytes())
     n_bytes = info.get("bytes", 0) if all_chosen else 0
-    return PreparedPart(record.label, record.weight, corpus, digest, n_bytes, ratio)
+    blocks = derived.check(record.label, source.dataset.file)
+    return PreparedPart(
+        record.label, record.weight, corpus, digest.hexdigest(), n_bytes, ratio, blocks
+    )

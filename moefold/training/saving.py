@@ -6,8 +6,11 @@ at the beginning of each step the ranks check whether all threads are done, and 
 
 import logging
 import os
+import socket
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,9 +25,13 @@ from moefold.checkpoint.errors import SaveError
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import CheckpointWriter, save
 from moefold.checkpoint.tensors import TensorSlice
-from moefold.comm.collectives import sum_
+from moefold.comm.agree import run_on_first
+from moefold.comm.collectives import gather_objects, sum_
+from moefold.comm.group import Group
 from moefold.comm.world import World
 
+REACH_S = 10.0
+"""Time within which a new file is seen through a network file system."""
 NICE = 10
 """Nice value of the writing thread: weight 110 of 1024 (Linux, ``sched_prio_to_weight``)."""
 SlicesByName = Mapping[str, Sequence[TensorSlice]]
@@ -42,6 +49,7 @@ class Saver:
     ) -> None:
         self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
         self._ranks = world.on_host
+        require_shared(folder, self._ranks)
         # The save in progress, this rank's thread for it, and whether that is in the last part.
         self._saving: CheckpointWriter | None = None
         self._thread: threading.Thread | None = None
@@ -130,6 +138,43 @@ class Saver:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize()
         return copied
+
+
+def require_shared(folder: Path, ranks: Group) -> None:
+    """Check that all ranks reach the first rank's folder, if it exists; all ranks call it.
+
+    Raises:
+        ValueError: on all ranks, if some do not see a file that the first rank writes there.
+    """
+    if ranks.size == 1:
+        return
+
+    def write() -> str:
+        if not folder.is_dir():
+            return ""
+        probe = folder / f".reached-{uuid.uuid4().hex}"
+        probe.write_bytes(b"")
+        return probe.name
+
+    name = run_on_first(write, ranks)
+    if not name:
+        return
+    deadline = time.monotonic() + REACH_S
+    while not (seen := (folder / name).is_file()) and time.monotonic() < deadline:
+        with suppress(OSError):
+            os.listdir(folder)  # network file systems then look again
+        time.sleep(0.1)
+    reached = gather_objects([seen, f"{socket.gethostname()}:{folder.absolute()}"], ranks)
+    if ranks.index == 0:
+        (folder / name).unlink(missing_ok=True)
+    missing = [str(rank) for rank, (seen, _) in enumerate(reached) if not seen]
+    if missing:
+        places = ", ".join(dict.fromkeys(place for _, place in reached))
+        raise ValueError(
+            f"rank {', '.join(missing[:8])}{' …' * (len(missing) > 8)} of {ranks.size} cannot "
+            f"reach the run's folder of rank 0 ({places}): --folder must be one folder that all "
+            "machines share, or no checkpoint could be published"
+        )
 
 
 def start_background(function: Callable[..., None], *args: Any) -> threading.Thread:

@@ -24,6 +24,7 @@ from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
+from moefold.data.config import DataError
 from moefold.data.prepare import Progress as OnProgress
 from moefold.data.prepare import prepare
 from moefold.files import path_in_errors, require_writable
@@ -271,6 +272,8 @@ class Trainer:
                     raise Interrupted(f"{reason}; saved step {self.progress.step}")
             except BaseException as caught:
                 error = caught
+                if isinstance(caught, DataError) and self.world.size == 1:
+                    self.save()  # data are read before anything of a step happens
                 raise
             finally:
                 self._stop_hooks(error)

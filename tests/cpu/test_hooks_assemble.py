@@ -55,7 +55,7 @@ def test_everything_stands_in_its_order() -> None:
     assert names(EVERYTHING, (Outside(),)) == [
         "ProfileHook", "BaselinesHook", "EvaluateHook", "HealthHook", "PaceHook", "SpikesHook",
         "SampleHook", "Outside", "EventsHook", "MetricsHook", "ProgressHook", "PlotsHook",
-        "ExpertsPageHook", "AlarmHook", "CheckpointHook", "ProfileStart",
+        "ExpertsPageHook", "AlarmHook", "DataFilesHook", "CheckpointHook", "ProfileStart",
     ]  # fmt: skip
 
 
@@ -65,7 +65,13 @@ def test_what_is_turned_off_is_not_there() -> None:
         evaluate=None, health=None, pace=None, spikes=None, plots=None, experts_page=None,
         progress=ProgressDisplay(style="off"), metrics=Metrics(tensorboard="off"),
     )  # fmt: skip
-    assert names(watch) == ["EventsHook", "MetricsHook", "ProgressHook", "CheckpointHook"]
+    assert names(watch) == [
+        "EventsHook",
+        "MetricsHook",
+        "ProgressHook",
+        "DataFilesHook",
+        "CheckpointHook",
+    ]
 
 
 def test_hooks_of_the_run_file_stand_before_those_of_a_program() -> None:

@@ -7,8 +7,8 @@
 4. ``metrics.jsonl``, TensorBoard and W&B write the metrics
 5. ``progress`` shows them; an evaluation before the first step is sent to the loggers of 4;
    ``plots`` and the experts page draw from the files
-6. the alarm, and checkpoints: everything about a step is written before its checkpoint, so that
-   a run that resumes there has lost nothing
+6. the alarm, a check of the files of data, and checkpoints: everything about a step is written
+   before its checkpoint, so that a run that resumes there has lost nothing
 7. ``profile`` starts the trace of the next step
 """
 
@@ -22,6 +22,7 @@ from moefold.training.hooks.alarms import AlarmHook
 from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Watch
+from moefold.training.hooks.data import DataFilesHook
 from moefold.training.hooks.evaluate import BaselinesHook, StartEvaluationHook
 from moefold.training.hooks.logs import EventsHook, MetricsHook, TensorBoardHook
 from moefold.training.hooks.profile import ProfileHook, ProfileStart
@@ -57,6 +58,7 @@ def assemble(
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
     if watch.health is not None:
         hooks.append(AlarmHook(watch.health))
+    hooks.append(DataFilesHook(watch.checkpoint.every))
     on_alarm = watch.health is not None and watch.health.action == "checkpoint"
     hooks.append(CheckpointHook(watch.checkpoint, console, on_alarm))
     return (*hooks, *(() if profile is None else (ProfileStart(profile),)))
