@@ -104,7 +104,7 @@ def continue_data(
         RepeatedData: if the change reads again what was trained, unless ``train.repeat`` allows it.
     """
     old = StoredOrder.of(stored, progress)
-    is_same_order = meta["data"] == loader.fingerprint() and old.seed == run.seed
+    is_same_order = same_data(meta["data"], loader.fingerprint()) and old.seed == run.seed
     given = _given_before(old, meta, run, loader)
     lines: list[str] = []
     refused: list[str] = []

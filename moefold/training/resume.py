@@ -18,6 +18,7 @@ from moefold.config.dump import to_portable_dict
 from moefold.config.errors import FieldPath, dotted
 from moefold.config.fields import FieldSpec, basename, iter_file_paths, set_at
 from moefold.config.plugins import import_plugins
+from moefold.data.loader import same_data
 from moefold.model.config import Decoder
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
 from moefold.spec.tuning import without_tuning
@@ -66,7 +67,7 @@ def check_same_run(
         )
     changes = differences(with_current_defaults(meta["run"], run), to_dict(run))
     changes += differences(meta["parts"], plugins, tuple({**plugins, **meta["parts"]}))
-    if not _same_data(meta["data"], data_fingerprint) and not any(
+    if not same_data(meta["data"], data_fingerprint) and not any(
         line.startswith("data.") for line in changes
     ):
         changes.append("data: the tokens or the tokenizer differ from the checkpoint's")
@@ -79,13 +80,6 @@ def check_same_run(
             + "\n  ".join(changes)
             + "\nUse another --folder, or start a new run from it with --fork NEW"
         )
-
-
-def _same_data(stored: str, present: str) -> bool:
-    """Return whether fingerprints agree in what both cover; older ones do not cover all bytes."""
-    return all(
-        one == other for one, other in zip(stored.split("."), present.split("."), strict=False)
-    )
 
 
 def check_ranks_agree(
