@@ -13,7 +13,7 @@ from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.fields import FieldSpec, basename, iter_file_paths
 from moefold.data.config import BatchSizes, Data
-from moefold.data.loader import Loader, Reading
+from moefold.data.loader import Loader, Reading, same_data
 from moefold.data.order import Given, Mixture, OrderStart, match_given
 from moefold.data.packing import MaskedCorpus, build_sequences
 from moefold.data.prepare import PreparedData, PreparedPart
