@@ -9,7 +9,7 @@ RUN    := $(VENV)/.installed
 TEST   := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest format golden plants matrix chaos gpu clean
+.PHONY: help demo test lint types pytest format golden plants matrix fuzz chaos gpu clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ matrix: $(TEST)  ## prove every layout of the matrix against one rank: half an h
 	@$(PY) -m tests.gloo.resharding
 	@$(PY) -m pytest -q -m matrix tests/gloo tests/cpu tests/pure
 	@$(PY) -m pytest -q -m matrix tests/triton/test_code_*.py
+
+fuzz: $(TEST)  ## try 3,000 mutated inputs of a new seed, which is printed: about three minutes
+	@$(PY) -m tests.fuzz $(ARGS)
 
 chaos: $(RUN)  ## train under fire for half an hour, then as long in peace, and compare
 	@$(PY) bench/chaos.py $(ARGS)
