@@ -172,7 +172,7 @@ RUN: dict[str, Any] = {
         "train": [{"source": "text", "files": ["*.txt"], "holdout": 0.1, "weight": 2.0}],
     },
     "optim": {"kind": "muon", "lr": 0.01, "schedule_lr": {"kind": "wsd", "warmup": 2}},
-    "train": {"steps": 8, "batch": 4, "micro_batch": 2, "precision": "fp32", "freeze": ["*router*"]},
+    "train": {"steps": 8, "batch": 4, "micro_batch": 2, "precision": "fp32"},
     "layout": {"sizes": "tp1", "zero": 1, "recompute": {"kind": "auto"}},
     "watch": {"checkpoint": {"every": 3}, "evaluate": None, "sample": {"prompts": ["a"]}},
 }  # fmt: skip
