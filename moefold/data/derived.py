@@ -24,7 +24,7 @@ _CHUNK = 1 << 20
 _log = logging.getLogger("moefold.data")
 
 
-class Derived:
+class StoredFacts:
     """The folder in which such facts are stored; ``writes`` is false for a trial run."""
 
     def __init__(self, folder: Path, on_progress: Progress, writes: bool = True) -> None:

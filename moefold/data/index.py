@@ -24,7 +24,7 @@ import numpy as np
 
 from moefold.data.blocks import BlockDigests, CheckedFile
 from moefold.data.config import DataError, IndexedTokens
-from moefold.data.derived import Derived
+from moefold.data.derived import StoredFacts
 from moefold.files import read_json
 
 MAGIC = b"MMIDIDX\0\0"
@@ -370,7 +370,7 @@ class IndexedSource:
             "set other_tokenizer: allow in the source"
         )
 
-    def split(self, derived: Derived) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, derived: StoredFacts) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices of the training documents and of the held-out ones."""
         number = len(self.dataset)
         if not self._record.holdout:

@@ -22,7 +22,7 @@ from moefold.config.base import to_dict
 from moefold.config.plugins import plugin_hash
 from moefold.config.slot import build
 from moefold.data.config import Data, DataError, FileSource, SourceRecord
-from moefold.data.derived import Derived, Progress
+from moefold.data.derived import Progress, StoredFacts
 from moefold.data.index import (
     Corpus,
     IndexedDataset,
@@ -122,7 +122,7 @@ def prepare(
     for place in dict.fromkeys((Path(folder), root)):
         if (place / key).is_dir():
             try:
-                derived = Derived(place / key, report, writes=scratch is None or place == root)
+                derived = StoredFacts(place / key, report, writes=scratch is None or place == root)
                 return _open_prepared(place / key, data, sources, derived)
             except UnfitTokens:  # the prepared files are intact
                 raise
@@ -142,7 +142,7 @@ def prepare(
         except OSError:
             if not (final / MANIFEST).is_file():  # else another process was first
                 raise
-    return _open_prepared(final, data, sources, Derived(final, report))
+    return _open_prepared(final, data, sources, StoredFacts(final, report))
 
 
 @contextmanager
@@ -332,7 +332,7 @@ def open_mask(prefix: str | Path) -> IndexedDataset | None:
 
 
 def _open_prepared(
-    folder: Path, data: Data, sources: Sequence[BuiltSource], derived: Derived
+    folder: Path, data: Data, sources: Sequence[BuiltSource], derived: StoredFacts
 ) -> PreparedData:
     """Open a prepared folder, and the token files of indexed sources."""
     file = folder / MANIFEST
@@ -359,7 +359,7 @@ def _open_prepared(
 
 
 def _open_part(
-    folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer, derived: Derived
+    folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer, derived: StoredFacts
 ) -> PreparedPart:
     prefix = _prefix(folder, record, side)
     info, dataset = read_metadata(prefix), IndexedDataset(prefix)
@@ -380,7 +380,7 @@ def _open_part(
 
 
 def _expect_blocks(
-    dataset: IndexedDataset, info: dict, key: str, derived: Derived, label: str
+    dataset: IndexedDataset, info: dict, key: str, derived: StoredFacts, label: str
 ) -> None:
     """State the digests of a file's blocks; files of older versions have none in their metadata.
 
@@ -400,7 +400,7 @@ def _indexed_part(
     source: IndexedSource,
     tokenizer: Tokenizer,
     chosen: np.ndarray,
-    derived: Derived,
+    derived: StoredFacts,
 ) -> PreparedPart:
     info, all_chosen = source.metadata, len(chosen) == len(source.dataset)
     corpus = Corpus(record.label, source.dataset, tokenizer.size, None if all_chosen else chosen)

@@ -15,7 +15,7 @@ from moefold.config.load import load
 from moefold.data import blocks
 from moefold.data.blocks import BlockDigests, CheckedFile
 from moefold.data.config import Data, DataError
-from moefold.data.derived import Derived
+from moefold.data.derived import StoredFacts
 from moefold.data.index import IndexedDataset, IndexWriter
 from moefold.data.order import stable_hash
 from moefold.data.prepare import prepare
@@ -225,7 +225,7 @@ def test_a_trial_run_digests_and_stores_nothing(tmp_path: Path) -> None:
 
 def test_held_out_documents_stay_those_that_their_numbers_hash_to(tmp_path: Path) -> None:
     stages: list[str] = []
-    derived = Derived(tmp_path, lambda stage, done, total: stages.append(stage))
+    derived = StoredFacts(tmp_path, lambda stage, done, total: stages.append(stage))
     held = derived.held_out("code", 1001, 0.2)
     assert held.tolist() == [stable_hash("holdout", n) < int(0.2 * 2**64) for n in range(1001)]
     assert stages == ["choosing held-out documents of code"]
