@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
     continued = generator.generate(ids, tokens, chat=args.chat, **sampling(args))
     decode = generator.tokenizer.decode
     texts = [decode(new) for new in continued]
-    parts = [
-        form.split(decode(new, special=True)) if form.has_parts else []
-        for form, new in zip(forms, continued, strict=True)
-    ] or [[]] * len(prompts)
+    parts: list[list[Piece]] = [[] for _ in prompts]
+    for number, form in enumerate(forms):  # none without --chat
+        if form.has_parts:
+            parts[number] = form.split(decode(continued[number], special=True))
     if args.json:
         rows = []
         for prompt, text, new, pieces in zip(prompts, texts, continued, parts, strict=True):
