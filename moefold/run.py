@@ -69,7 +69,7 @@ class Run(Record):
         try:
             violations = list(self.model.violations(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in violations)
-            if violations:
+            if violations or any(self.model.rules()):
                 return
             require_possible(self._base_decoder())
             if self.train.freeze or self.adapter or self.train.quantise:

@@ -69,7 +69,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("file", metavar="FILE", type=Path, help="the file to convert")
     text = "folder to write to (default: the file's own)"
     convert.add_argument("--folder", metavar="OUT", type=Path, help=text)
-    text = f"how words of a tiktoken file are split: {', '.join(PATTERNS)}, or an expression"
+    text = f"how words of a tiktoken file are split: {', '.join(PATTERNS)}, or an expression "
+    text += "(default: none)"
     convert.add_argument("--pattern", metavar="P", help=text)
     text = "checks token files and shows what they hold; exit status 1 if they are damaged"
     look = actions.add_parser("inspect", help=text, description=text)

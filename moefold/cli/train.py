@@ -8,7 +8,7 @@ exit status:
   2   wrong input, or no memory left
   3   a policy stopped it: non-finite loss or gradient, or collapsed routing
   75  a signal stopped the run; it saved first, and --folder resumes it
-  76  ranks were killed or did not answer; --folder resumes from the newest checkpoint
+  76  ranks were killed or did not answer; --folder resumes from the last save
 """
 
 import argparse

@@ -18,6 +18,7 @@ from moefold.spec.layer import (
     Attention,
     Axis,
     LayerSpec,
+    RoutingSpec,
     Saved,
     Shape,
     Units,
@@ -112,6 +113,12 @@ def model_needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
             units.append(Units(axis, 1, "experts", said=f"{axis} needs layers with experts"))
     moe_layers, mtp = tuple(routed[: decoder.layers]), len(routed) - decoder.layers
     return ModelNeeds(tuple(dict.fromkeys(units)), moe_layers, tuple(distinct), undescribed, mtp)
+
+
+def routings(decoder: Decoder) -> list[RoutingSpec]:
+    """Return the routing of each layer with experts, in the model's order."""
+    specs = [block.ffn for block in decoder.blocks if isinstance(block.ffn, LayerSpec)]
+    return [spec.routing for spec in specs if spec.routing is not None]
 
 
 def has_routing(record: Record) -> bool:

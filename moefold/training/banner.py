@@ -21,11 +21,11 @@ from moefold.kernels.scaled.choose import PRODUCTS, describe_backends
 from moefold.layers.precision import recipe_of
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
-from moefold.moe.config import Bias, Moe
+from moefold.moe.config import Bias
 from moefold.optim.rates import describe_rate
 from moefold.planner.plan import graph_bytes
 from moefold.planner.time import newton_schulz_flops
-from moefold.spec.decoder import model_weights
+from moefold.spec.decoder import model_weights, routings
 from moefold.spec.layer import summary_of
 from moefold.spec.quantised import quantised_weight_names
 from moefold.training.formatting import clock, count, plural, si, size, step_time
@@ -280,7 +280,7 @@ def _folder_unit(job: Trainer, coefficients: Sequence[float]) -> Iterator[str]:
     of_folder = isinstance(job.run.model, Folder) and job.run.model.balance is None
     if not of_folder or not coefficients:
         return
-    tops = [block.ffn.router.top_k for block in job.decoder.blocks if isinstance(block.ffn, Moe)]
+    tops = [routing.top_k for routing in routings(job.decoder)]
     theirs = coefficients[0] * max(tops)
     yield (
         f"in transformers the folder's coefficient {coefficients[0]:g} adds {theirs:g} in total "

@@ -16,8 +16,8 @@ from moefold.convert.plan import Dtype
 from moefold.model.config import Decoder
 from moefold.model.families.names import Layout
 from moefold.model.families.registry import family_of
-from moefold.moe.config import Moe
 from moefold.planner.count import count
+from moefold.spec.decoder import routings
 from moefold.training.formatting import count as short
 from moefold.training.hooks.logs import RUN_FILE
 from moefold.training.model_checkpoint import StoredModel
@@ -113,9 +113,9 @@ _LAYOUTS = {"per_expert": "a tensor per expert", "packed": "one tensor for all e
 
 def _experts(decoder: Decoder) -> str:
     """Return numbers of experts and chosen ones of a decoder's layers."""
-    moes = [block.ffn for block in decoder.blocks if isinstance(block.ffn, Moe)]
-    kinds = dict.fromkeys(f"{m.router.top_k} of {m.router.experts}" for m in moes)
-    return f"{' and '.join(kinds)} per token in {len(moes)} layers" if moes else "none"
+    layers = routings(decoder)
+    kinds = dict.fromkeys(f"{layer.top_k} of {layer.experts}" for layer in layers)
+    return f"{' and '.join(kinds)} per token in {len(layers)} layers" if layers else "none"
 
 
 def _training(stored: StoredModel) -> Iterator[str]:

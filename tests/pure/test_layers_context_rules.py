@@ -47,7 +47,7 @@ def test_what_fits(sizes: str, context: Context) -> None:
         ("tp4 cp2", Ulysses(), ("context",), {"kind": "ring"}),
         ("cp8", Mixed(heads=8), ("context", "heads"), 4),
         ("cp8", Mixed(heads=3), ("context", "heads"), 2),
-        ("cp2", Mixed(heads=10**9), ("context", "heads"), 2),
+        ("cp2", Mixed(heads=2**20), ("context", "heads"), 2),
         ("tp4 cp8", Mixed(heads=2), ("context", "heads"), 1),
     ],
 )

@@ -62,7 +62,7 @@ def test_sizes_that_are_written_otherwise_are_answered_with_sizes(text: str) -> 
         load_run("tiny", [f"layout.sizes={text!r}"])
     (found,) = error.value.violations
     assert found.nearest == "tp2 ep2"
-    assert found.rule == "must be text of the form 'tp2 pp2 ep4'"
+    assert found.rule == "must be text of at most 200 characters of the form 'tp2 pp2 ep4'"
 
 
 def test_where_state_lies_is_held_to_what_there_is() -> None:
