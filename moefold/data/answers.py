@@ -186,7 +186,8 @@ class AnswerFinder:
             BadDocument: if the template fails, if it leaves out a part of the conversation, or if
                 an answer cannot be located.
         """
-        errors, forms = list[tuple[str, ...]](), possible_forms(conversation.messages)
+        forms = possible_forms(conversation.messages)
+        errors = list[tuple[Form, tuple[str, ...]]]()
         refuse_unread(conversation.messages, lambda changed: self._text(conversation, changed))
         for form in forms:
             with suppress(BadDocument):  # its words would be the sentinels
@@ -201,7 +202,7 @@ class AnswerFinder:
             try:
                 return self._by_content(conversation, form, turns)
             except BadDocument as error:
-                errors.append(error.args)
+                errors.append((form, error.args))
         raise BadDocument(*_most_telling(errors))
 
     def text_of(
@@ -500,10 +501,15 @@ def _common_prefix(*texts: str) -> int:
     return next((i for i, chars in pairs if len(set(chars)) > 1), min(map(len, texts)))
 
 
-def _most_telling(errors: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return one of the errors of several forms: of a form that the template could render."""
-    reasons = [error[0] for error in errors]
+def _most_telling(errors: Sequence[tuple[Form, tuple[str, ...]]]) -> tuple[str, ...]:
+    """Return one of the errors of several forms: of a form that the template could render.
+
+    A template that takes text alone leaves out each part of a list, whatever else it leaves out, so
+    errors of joined parts say more.
+    """
+    ordered = [error for _, error in sorted(errors, key=lambda each: each[0].parts != "joined")]
+    reasons = [error[0] for error in ordered]
     found = (
         reasons.index(reason) for reason in (_LEAVES_OUT, _CHANGES, _NOT_TAKEN) if reason in reasons
     )
-    return errors[next(found, 0)]
+    return ordered[next(found, 0)]

@@ -165,6 +165,12 @@ def test_lists_of_text_are_joined_unless_a_template_walks_over_them(
         assert plain(found(template, given)) == [theirs(template, wanted)]
 
 
+def test_a_list_of_text_does_not_hide_what_is_left_out() -> None:
+    """Not "part 0", which a template of text alone gets joined."""
+    given = [{"role": "user", "content": PARTS}, answer("three", reasoning_content="hm")]
+    assert "the reasoning of message 1 (assistant)" in refused(PLAIN_TEXT, given)
+
+
 def test_templates_of_lists_get_text_as_a_list() -> None:
     template = HEAD + "{% for p in m.content %}{{ p.text or '' }}{% endfor %}" + FOOT
     listed = [{"type": "text", "text": "warm"}]

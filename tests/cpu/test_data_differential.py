@@ -1,0 +1,20 @@
+"""Drawn conversations through templates and folders: ids and labels are those of transformers."""
+
+from pathlib import Path
+
+from tests.differential import FOLDERS, NAMES, NOT_COMPARED, PAIRS, outcomes
+
+COUNT = 60
+
+
+def test_drawn_conversations_are_the_references_or_refused_for_a_reason(tmp_path: Path) -> None:
+    found = list(outcomes(seed=0, count=COUNT, folder=tmp_path))
+    assert len(found) == COUNT * PAIRS
+    wrong = [(o.template, o.folder, o.refusal, o.difference) for o in found if o.difference]
+    assert not wrong, wrong[:3]
+    assert sum(outcome.reason() == NOT_COMPARED for outcome in found) < len(found) / 20
+    # Refusals must not be all that is compared.
+    equal = [outcome for outcome in found if not outcome.refusal]
+    assert len(equal) > len(found) / 3
+    assert {outcome.folder for outcome in equal} == {*FOLDERS}
+    assert len({outcome.template for outcome in equal}) >= len(NAMES) - 2
