@@ -95,6 +95,9 @@ def write_tokenizer(folder: Path, words: Sequence[str]) -> Path:
     inner.add_special_tokens(tokens[:1])
     folder.mkdir(parents=True, exist_ok=True)
     inner.save(str(folder / "tokenizer.json"))
+    # Without it transformers takes the class of the model's type, which builds a BPE.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -124,7 +124,7 @@ def test_the_tokenizer_loads_in_transformers(tmp_path: Path, tokenizer: Tokenize
     with import_folder(tmp_path / "theirs") as found:
         export_folder(found.decoder, found.tensors, tmp_path / "ours", tokenizer)
     loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
-    assert loaded_tokenizer(TEXT).input_ids == tokenizer.encode(TEXT)
+    assert loaded_tokenizer(TEXT).input_ids == tokenizer.encode_prompt(TEXT)
     assert loaded_tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert loaded_tokenizer.eos_token_id == tokenizer.end_id
     assert loaded(tmp_path / "ours").generation_config.eos_token_id == tokenizer.end_id

@@ -195,7 +195,7 @@ CONTRADICTIONS: dict[str, tuple[str, str, Any, str]] = {
         "unigram",
         CONFIG,
         {"tokenizer_class": "LlamaTokenizer"},
-        r"tokenizer_class LlamaTokenizer .* builds a BPE, but tokenizer\.json has .* Unigram",
+        r"reads it with LlamaTokenizer.* builds a BPE, but tokenizer\.json has .* Unigram",
     ),
     "a class that is not supported": (
         "unigram",

@@ -225,7 +225,7 @@ def prepared(folder: Path, examples: list[dict[str, Any]], **how: Any) -> Any:
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pair without a difference"),
         ({"prompt": "a", "chosen": "b"}, r"not a pair: it has \['chosen', 'prompt'\], but"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "without an answer: completion is"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "without an answer: rejected is empty"),
         ({"prompt": "a", "chosen": "b" * 90, "rejected": "c"}, "a pair of .* raise data.seq"),
     ],
 )

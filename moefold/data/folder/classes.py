@@ -132,8 +132,9 @@ def rebuilt_by(name: str, content: Content, source: str) -> Rebuilt | None:
     kind = model.get("type") if isinstance(model, dict) else None
     if kind != rebuilt.model:
         raise DataError(
-            f"{source}: tokenizer_class {name} in tokenizer_config.json builds a {rebuilt.model}, "
-            f"but tokenizer.json has a model of type {kind}; {remedy}"
+            f"{source}: transformers reads it with {name}, by tokenizer_class or by the model's "
+            f"type, which builds a {rebuilt.model}, but tokenizer.json has a model of type {kind}; "
+            f"{remedy}"
         )
     return rebuilt
 
