@@ -109,18 +109,20 @@ def test_long_conversations_may_be_written_whole() -> None:
 
 
 def test_the_process_ends_with_its_renderer() -> None:
+    """Other tests of the process may have children of their own, which may end meanwhile."""
     before = set(os.listdir("/proc/self/fd"))
+    others = _children()
     with Renderer(TemplateText(TALK, {})) as renderer:
-        (child,) = _children()
+        (child,) = _children() - others
         assert len(os.listdir(f"/proc/{child}/fd")) <= 5  # standard ones and two pipes
         renderer.text_of([{"role": "user", "content": "a"}])
-    assert not _children()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert _children() <= others
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def _children() -> list[str]:
+def _children() -> set[str]:
     task = Path(f"/proc/self/task/{os.getpid()}/children")
-    return task.read_text().split()
+    return set(task.read_text().split())
 
 
 def test_options_of_the_data_do_not_replace_the_conversation() -> None:
