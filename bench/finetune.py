@@ -73,7 +73,9 @@ def write_both(at: Path) -> None:
     base = {name: value for name, value in model.state_dict().items() if name not in held}
     export_folder(SHAPE, base, at / "base")
     scales = adapter_scales(decoder).items()
-    adapters = {n: LowRank(weight=n, rank=LORA.rank, scale=scale) for n, scale in scales}
+    rank = LORA.rank
+    assert rank != "stored"
+    adapters = {n: LowRank(weight=n, rank=rank, scale=scale) for n, scale in scales}
     with import_folder(at / "base") as found:
         said = found.tensors.identity()
     write_adapter(SHAPE, adapters, held, at / "adapter", (str(at / "base"), said))
