@@ -74,7 +74,7 @@ def write_both(at: Path) -> None:
     export_folder(SHAPE, base, at / "base")
     scales = adapter_scales(decoder).items()
     rank = LORA.rank
-    assert rank != "stored"
+    assert rank != "stored", "LORA states a number"
     adapters = {n: LowRank(weight=n, rank=rank, scale=scale) for n, scale in scales}
     with import_folder(at / "base") as found:
         said = found.tensors.identity()
