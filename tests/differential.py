@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from moefold.data.chats.conversations import ConversationReader
 from moefold.data.config import Chat, FileTokenizer
-from moefold.data.conversations import ConversationReader
-from moefold.data.sources import Encoded, Skipped
+from moefold.data.corpora.sources import Encoded, Skipped
 from moefold.data.tokenizer import Tokenizer, from_record
 from tests.chats import TEMPLATES, words
 from tests.tokenizer_folders import FOLDERS

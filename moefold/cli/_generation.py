@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from moefold.checkpoint.folder import resolve_checkpoint
 from moefold.checkpoint.manifest import read
 from moefold.cli._common import add_plugins
-from moefold.data.records import BadDocument
-from moefold.data.replies import ANSWER
-from moefold.data.template_names import check_values, parse_values, template_variables
+from moefold.data.chats.replies import ANSWER
+from moefold.data.chats.template_names import check_values, parse_values, template_variables
+from moefold.data.corpora.records import BadDocument
 from moefold.data.tokenizer import from_path
 from moefold.data.tokenizer_files import TokenizerFiles
 from moefold.model.families.peft import base_folder, is_hub_folder

@@ -19,8 +19,8 @@ from moefold.cli._generation import (
     mark_part,
     sampling,
 )
-from moefold.data.replies import ANSWER
-from moefold.data.template_names import parse_values
+from moefold.data.chats.replies import ANSWER
+from moefold.data.chats.template_names import parse_values
 from moefold.training.formatting import escape_control
 
 if TYPE_CHECKING:

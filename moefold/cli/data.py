@@ -17,7 +17,7 @@ from rich.text import Text
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
-from moefold.data.docstrings import write_chats
+from moefold.data.corpora.docstrings import write_chats
 from moefold.data.foreign_tokenizers import PATTERNS, write_tokenizer
 from moefold.data.index import Corpus, IndexedDataset, is_token_index, read_metadata
 from moefold.data.packing import REJECTED

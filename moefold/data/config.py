@@ -147,7 +147,7 @@ class SourceRecord(Record):
 class PythonStdlib(SourceRecord):
     """The running interpreter's standard library: real code, available wherever Python is."""
 
-    owner = "moefold.data.sources:StdlibReader"
+    owner = "moefold.data.corpora.sources:StdlibReader"
     source: Literal["python_stdlib"] = "python_stdlib"
 
 
@@ -164,7 +164,7 @@ class FileSource(SourceRecord):
 class Text(FileSource):
     """UTF-8 text files, also compressed: each one document, or several separated by ``split``."""
 
-    owner = "moefold.data.sources:TextReader"
+    owner = "moefold.data.corpora.sources:TextReader"
     source: Literal["text"] = "text"
     split: Annotated[str, Field(min_length=1)] | None = None
     """Separator between two documents of a file, which is dropped."""
@@ -177,7 +177,7 @@ class Jsonl(FileSource):
     A file that holds one array of objects is read too.
     """
 
-    owner = "moefold.data.sources:JsonlReader"
+    owner = "moefold.data.corpora.sources:JsonlReader"
     source: Literal["jsonl"] = "jsonl"
     field: Annotated[str, Field(min_length=1)] = "text"
 
@@ -189,7 +189,7 @@ class Parquet(FileSource):
     The document is in a column of strings; files are streamed.
     """
 
-    owner = "moefold.data.sources:ParquetReader"
+    owner = "moefold.data.corpora.sources:ParquetReader"
     source: Literal["parquet"] = "parquet"
     column: Annotated[str, Field(min_length=1)] = "text"
 
@@ -226,7 +226,7 @@ class Chat(ExampleSource):
     conversations are packed into sequences.
     """
 
-    owner = "moefold.data.conversations:ConversationReader"
+    owner = "moefold.data.chats.conversations:ConversationReader"
     source: Literal["chat"] = "chat"
     answers: Literal["auto", "all", "each", "last"] = "auto"
     """Which answers of ``messages`` are trained: all in one text, the last one, or each in the text
@@ -246,7 +246,7 @@ class Preferences(ExampleSource):
     the other. For losses like ``dpo``.
     """
 
-    owner = "moefold.data.conversations:PreferenceReader"
+    owner = "moefold.data.chats.conversations:PreferenceReader"
     source: Literal["preferences"] = "preferences"
     long: Literal["refuse", "skip"] = "refuse"
     """Policy for a pair that does not fit a sequence: stop and name it, or leave it out and count

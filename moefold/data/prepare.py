@@ -21,7 +21,9 @@ import numpy as np
 from moefold.config.base import to_dict
 from moefold.config.plugins import plugin_hash
 from moefold.config.slot import build
+from moefold.data.chats.template_names import common_values
 from moefold.data.config import Data, DataError, FileSource, SourceRecord
+from moefold.data.corpora.sources import Skipped, Source, encode_utf8
 from moefold.data.derived import Progress, StoredFacts
 from moefold.data.index import (
     Corpus,
@@ -34,8 +36,6 @@ from moefold.data.index import (
     token_files,
 )
 from moefold.data.packing import MaskedCorpus
-from moefold.data.sources import Skipped, Source, encode_utf8
-from moefold.data.template_names import common_values
 from moefold.data.tokenizer import Tokenizer, load
 from moefold.files import folder_for, path_in_errors, read_json, reserve_handles, write_json
 

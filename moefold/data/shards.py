@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.data.config import DataError, WebDataset
-from moefold.data.records import BadDocument, hint, parse_json_object, text_field
-from moefold.data.sources import Document, FileReader, Skipped
-from moefold.data.streams import MAX_DOCUMENT, decode_utf8, open_stream
+from moefold.data.corpora.records import BadDocument, hint, parse_json_object, text_field
+from moefold.data.corpora.sources import Document, FileReader, Skipped
+from moefold.data.corpora.streams import MAX_DOCUMENT, decode_utf8, open_stream
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that describe the tar and belong to no sample."""

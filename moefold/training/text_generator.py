@@ -9,13 +9,13 @@ from typing import Any
 from moefold.checkpoint.errors import CheckpointError
 from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
-from moefold.data.answer_end import answer_ends
+from moefold.data.chats.answer_end import answer_ends
+from moefold.data.chats.conversations import chat_template
+from moefold.data.chats.renderer import Renderer
+from moefold.data.chats.replies import Piece, ReplyForm
+from moefold.data.chats.template_names import check_values, template_variables
 from moefold.data.config import DataError
-from moefold.data.conversations import chat_template
-from moefold.data.records import BadDocument
-from moefold.data.renderer import Renderer
-from moefold.data.replies import Piece, ReplyForm
-from moefold.data.template_names import check_values, template_variables
+from moefold.data.corpora.records import BadDocument
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import base_folder, is_hub_folder

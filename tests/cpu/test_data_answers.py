@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moefold.data.answers import AnswerFinder, TrainedConversation
-from moefold.data.records import BadDocument
-from moefold.data.template import ChatTemplate
+from moefold.data.chats.answers import AnswerFinder, TrainedConversation
+from moefold.data.chats.template import ChatTemplate
+from moefold.data.corpora.records import BadDocument
 from moefold.finetune import PLAIN
 from tests.chats import TOOLS, template_of
 

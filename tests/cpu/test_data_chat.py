@@ -18,10 +18,10 @@ from moefold.cli.main import main
 from moefold.config.load import load
 from moefold.data.batch import IGNORE_INDEX, MicroBatch, from_ids
 from moefold.data.config import Data, DataError
+from moefold.data.corpora.sources import MAX_LONG, MAX_REFUSED
 from moefold.data.loader import Loader
 from moefold.data.packing import MaskedCorpus, best_fit_decreasing
 from moefold.data.prepare import PreparedData, prepare
-from moefold.data.sources import MAX_LONG, MAX_REFUSED
 from moefold.layers.kinds.dense import Dense
 from moefold.run import Run
 from moefold.training.trainer import Trainer

@@ -14,7 +14,7 @@ import zstandard
 
 from moefold.config.slot import build
 from moefold.data.config import DataError, WebDataset
-from moefold.data.sources import Skipped
+from moefold.data.corpora.sources import Skipped
 
 wds = pytest.importorskip("webdataset")
 

@@ -13,8 +13,8 @@ from matplotlib.image import imread
 from moefold.checkpoint.load import Reader
 from moefold.cli.main import main
 from moefold.data.config import DataError
-from moefold.data.docstrings import write_chats
-from moefold.data.sources import Document, StdlibReader
+from moefold.data.corpora.docstrings import write_chats
+from moefold.data.corpora.sources import Document, StdlibReader
 from moefold.run import load_run
 from moefold.training.hooks.plots import adapter_changes
 from moefold.training.model_checkpoint import ModelTensors

@@ -11,9 +11,9 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from moefold.cli.main import main
+from moefold.data.chats.conversations import chat_template, encode_pairs
+from moefold.data.chats.renderer import Renderer
 from moefold.data.config import DataError
-from moefold.data.conversations import chat_template, encode_pairs
-from moefold.data.renderer import Renderer
 from moefold.data.tokenizer import Tokenizer, from_path
 from tests.chats import conversation, words
 from tests.tokenizer_folders import FOLDERS

@@ -12,7 +12,7 @@ from moefold.config.errors import RunError
 from moefold.config.fields import FieldSpec, iter_file_paths
 from moefold.config.load import load
 from moefold.data.config import Data, DataError, FileTokenizer, IndexedTokens, Jsonl, Text
-from moefold.data.sources import expand_patterns
+from moefold.data.corpora.sources import expand_patterns
 from moefold.run import Run
 from tests.mutations import Judge, mutations, repair
 

@@ -16,9 +16,9 @@ import pytest
 import zstandard
 
 from moefold.config.slot import build
-from moefold.data import records, streams
 from moefold.data.config import DataError, Jsonl, Parquet, SourceRecord, Text
-from moefold.data.sources import Skipped
+from moefold.data.corpora import records, streams
+from moefold.data.corpora.sources import Skipped
 
 TEXTS = [f"document {i} é {'=' * (i % 7)}" for i in range(300)]
 LINES = b"".join(json.dumps({"text": t}).encode() + b"\n" for t in TEXTS)
@@ -188,8 +188,8 @@ def test_b46_no_document_is_longer_than_the_stated_limit(
     for module in (streams, records):
         monkeypatch.setattr(module, "READ_BYTES", 100)
     limit = 1 << 20
-    for name in ("moefold.data.streams", "moefold.data.records", "moefold.data.sources"):
-        monkeypatch.setattr(f"{name}.MAX_DOCUMENT", limit)
+    for name in ("streams", "records", "sources"):
+        monkeypatch.setattr(f"moefold.data.corpora.{name}.MAX_DOCUMENT", limit)
     line = json.dumps({"text": "x" * (limit - 20)}).encode()
     (tmp_path / "a.jsonl").write_bytes(line + b"\n")
     assert len(read(Jsonl(files=(f"{tmp_path}/a.jsonl",)))[0][0]) == limit - 20

@@ -9,16 +9,16 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from moefold.data.answer_end import answer_ends
-from moefold.data.answers import AnswerFinder, TrainedConversation
-from moefold.data.config import FileTokenizer
-from moefold.data.conversations import (
+from moefold.data.chats.answer_end import answer_ends
+from moefold.data.chats.answers import AnswerFinder, TrainedConversation
+from moefold.data.chats.conversations import (
     ExampleText,
     _begin_together,
     encode_examples,
     encode_pairs,
 )
-from moefold.data.template import ChatTemplate
+from moefold.data.chats.template import ChatTemplate
+from moefold.data.config import FileTokenizer
 from moefold.data.tokenizer import Tokenizer, from_path, from_record
 from tests.chats import CHATML, write_chat_folder
 

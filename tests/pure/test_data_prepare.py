@@ -16,9 +16,9 @@ import pytest
 from moefold.cli.data import inspect
 from moefold.config.load import load
 from moefold.config.plugins import import_plugins
-from moefold.data.ahead import map_ahead
 from moefold.data.baselines import compute_baselines
 from moefold.data.config import SOURCE, Data, DataError
+from moefold.data.corpora.ahead import map_ahead
 from moefold.data.index import IndexedDataset, IndexWriter
 from moefold.data.prepare import PreparedData, PreparedPart, prepare
 
@@ -73,7 +73,7 @@ def test_the_side_depends_on_the_text_alone(tmp_path: Path) -> None:
 READER = """
 from typing import Literal
 from moefold.data.config import SOURCE, Jsonl
-from moefold.data.sources import Document, JsonlReader
+from moefold.data.corpora.sources import Document, JsonlReader
 
 class Reader(JsonlReader):
     def documents(self, skipped):

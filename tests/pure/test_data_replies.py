@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moefold.data.replies import ReplyForm
+from moefold.data.chats.replies import ReplyForm
 
 THINKS = "{{ m.reasoning_content }}<think></think>"
 CHANNELS = "{{ m.thinking }}<|channel|>"

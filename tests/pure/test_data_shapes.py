@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from moefold.data.fields import check_messages, refuse_media, refuse_unread, untrained
-from moefold.data.records import BadDocument
-from moefold.data.shapes import (
+from moefold.data.chats.fields import check_messages, refuse_media, refuse_unread, untrained
+from moefold.data.chats.shapes import (
     Conversation,
     PlainText,
     read_example,
@@ -15,12 +14,13 @@ from moefold.data.shapes import (
     refuse_variables,
     without_ignored,
 )
-from moefold.data.template_names import (
+from moefold.data.chats.template_names import (
     CommonValues,
     check_values,
     parse_values,
     template_variables,
 )
+from moefold.data.corpora.records import BadDocument
 
 Row = dict[str, Any]
 

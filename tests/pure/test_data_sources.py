@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from moefold.config.slot import build
-from moefold.data import sources
 from moefold.data.config import DataError, Jsonl, Parquet, PythonStdlib, SourceRecord, Text
-from moefold.data.sources import Skipped
+from moefold.data.corpora import sources
+from moefold.data.corpora.sources import Skipped
 
 
 def read(record: SourceRecord) -> tuple[list[tuple[str, str]], dict]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from moefold.data.answers import TrainedConversation
+from moefold.data.chats.answers import TrainedConversation
+from moefold.data.chats.renderer import Limits, Renderer, TemplateText
+from moefold.data.chats.template import ChatTemplate
 from moefold.data.config import DataError
-from moefold.data.records import BadDocument
-from moefold.data.renderer import Limits, Renderer, TemplateText
-from moefold.data.template import ChatTemplate
+from moefold.data.corpora.records import BadDocument
 
 SMALL = Limits(seconds=0.2, chars=2**16, n_bytes=2**25)
 TALK = (

@@ -7,9 +7,9 @@ with ``<|im_end|>``. A model trained on such answers stops at the template's tok
 from datetime import datetime
 from functools import lru_cache
 
-from moefold.data.messages import ASSISTANT
-from moefold.data.records import BadDocument
-from moefold.data.renderer import Renderer, TemplateText
+from moefold.data.chats.messages import ASSISTANT
+from moefold.data.chats.renderer import Renderer, TemplateText
+from moefold.data.corpora.records import BadDocument
 from moefold.data.tokenizer import Tokenizer
 
 _QUESTION, _ANSWER = "zqv question", "zqv answer"

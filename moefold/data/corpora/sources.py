@@ -15,17 +15,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moefold.data.ahead import map_ahead
 from moefold.data.config import DataError, FileSource, Jsonl, Parquet, PythonStdlib, Text
-from moefold.data.records import BadDocument, hint, iter_objects, parse_json_object, text_field
-from moefold.data.streams import (
+from moefold.data.corpora.ahead import map_ahead
+from moefold.data.corpora.records import (
+    BadDocument,
+    hint,
+    iter_objects,
+    parse_json_object,
+    text_field,
+)
+from moefold.data.corpora.streams import (
     MAX_DOCUMENT,
     READ_BYTES,
     check_size,
     decode_utf8,
     open_stream,
 )
-from moefold.data.tables import is_saved, is_text, open_saved, open_table
+from moefold.data.corpora.tables import is_saved, is_text, open_saved, open_table
 from moefold.data.tokenizer import Tokenizer, parallel_encoding
 
 MAX_NAMES = 20

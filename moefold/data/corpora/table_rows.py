@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from moefold.data.records import BadDocument
+from moefold.data.corpora.records import BadDocument
 
 JSON = "arrow.json"
 """Name of the extension type (Arrow's list of canonical extension types)."""

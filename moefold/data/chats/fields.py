@@ -9,8 +9,8 @@ messages as ``transformers`` passes them to templates.
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from moefold.data.messages import ASSISTANT, REASONING, Message
-from moefold.data.records import BadDocument
+from moefold.data.chats.messages import ASSISTANT, REASONING, Message
+from moefold.data.corpora.records import BadDocument
 
 TRAINED = ("weight", "train", "training", "loss", "loss_mask", "trainable")
 """Fields that say whether an answer is trained: false or 0, true or 1."""

@@ -20,11 +20,11 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from moefold.data.answers import AnswerFinder, TrainedConversation
+from moefold.data.chats.answers import AnswerFinder, TrainedConversation
+from moefold.data.chats.messages import Message
+from moefold.data.chats.template import MAX_CHARS, ChatTemplate, LimitExceeded, Rendered, TimeUp
 from moefold.data.config import DataError
-from moefold.data.messages import Message
-from moefold.data.records import BadDocument
-from moefold.data.template import MAX_CHARS, ChatTemplate, LimitExceeded, Rendered, TimeUp
+from moefold.data.corpora.records import BadDocument
 
 _GRACE = 1
 """Seconds of processor time from the alarm to the end of the process."""
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class TemplateText(NamedTuple):
-    """A chat template that is not yet compiled; see :class:`moefold.data.template.ChatTemplate`."""
+    """What :class:`~moefold.data.chats.template.ChatTemplate` is compiled from."""
 
     text: str
     special: Mapping[str, str]

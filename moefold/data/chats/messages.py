@@ -2,15 +2,15 @@
 
 Templates differ in what they take: some test content for null, some walk over parts or arguments,
 some concatenate both as text. A :class:`Form` is one such choice; :func:`possible_forms` lists
-those that a conversation allows, and :mod:`moefold.data.answers` takes the first with which the
-template writes all of it.
+those that a conversation allows, and :mod:`moefold.data.chats.answers` takes the first with which
+the template writes all of it.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from moefold.data.records import BadDocument
+from moefold.data.corpora.records import BadDocument
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"

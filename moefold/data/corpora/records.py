@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moefold.data.config import DataError
-from moefold.data.streams import MAX_DOCUMENT, READ_BYTES, check_size, open_stream
+from moefold.data.corpora.streams import MAX_DOCUMENT, READ_BYTES, check_size, open_stream
 
 _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"

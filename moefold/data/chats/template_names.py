@@ -9,7 +9,7 @@ from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from moefold.data.records import BadDocument
+from moefold.data.corpora.records import BadDocument
 
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception"}
 _GIVEN |= {"strftime_now", "self", "loop"}

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from moefold.data.config import DataError, PythonStdlib
-from moefold.data.sources import Skipped, StdlibReader
+from moefold.data.corpora.sources import Skipped, StdlibReader
 from moefold.files import write_text
 
 MIN_ANSWER, MAX_ANSWER = 20, 400

@@ -17,15 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moefold.data.answer_end import answer_ends
-from moefold.data.answers import Answers, TrainedConversation
-from moefold.data.config import Chat, DataError, Preferences
-from moefold.data.fields import TRAINED, check_messages, refuse_media, untrained
-from moefold.data.messages import ASSISTANT
-from moefold.data.packing import REJECTED
-from moefold.data.records import BadDocument, iter_objects, parse_json_object
-from moefold.data.renderer import EXCEEDS, Renderer, TemplateText
-from moefold.data.shapes import (
+from moefold.data.chats.answer_end import answer_ends
+from moefold.data.chats.answers import Answers, TrainedConversation
+from moefold.data.chats.fields import TRAINED, check_messages, refuse_media, untrained
+from moefold.data.chats.messages import ASSISTANT
+from moefold.data.chats.renderer import EXCEEDS, Renderer, TemplateText
+from moefold.data.chats.shapes import (
     Conversation,
     Example,
     PlainText,
@@ -34,11 +31,14 @@ from moefold.data.shapes import (
     refuse_variables,
     without_ignored,
 )
-from moefold.data.sources import Encoded, FileReader, Skipped
-from moefold.data.table_rows import row_decoder
-from moefold.data.tables import is_table, open_table
-from moefold.data.template import CLOSE, OPEN, Rendered
-from moefold.data.template_names import CommonValues, check_values, template_variables
+from moefold.data.chats.template import CLOSE, OPEN, Rendered
+from moefold.data.chats.template_names import CommonValues, check_values, template_variables
+from moefold.data.config import Chat, DataError, Preferences
+from moefold.data.corpora.records import BadDocument, iter_objects, parse_json_object
+from moefold.data.corpora.sources import Encoded, FileReader, Skipped
+from moefold.data.corpora.table_rows import row_decoder
+from moefold.data.corpora.tables import is_table, open_table
+from moefold.data.packing import REJECTED
 from moefold.data.tokenizer import Tokenizer
 
 BATCH = 512

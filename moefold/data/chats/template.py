@@ -2,7 +2,8 @@
 
 A template is third-party code and runs in jinja2's sandbox, with the names and options that
 ``transformers`` provides. What it writes inside ``{% generation %}`` is marked as an answer. Limits
-of time and size are in :mod:`moefold.data.renderer`, which calls this module in a child process.
+of time and size are in :mod:`moefold.data.chats.renderer`, which calls this module in a child
+process.
 """
 
 import json
@@ -22,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from moefold.data.config import DataError
-from moefold.data.records import BadDocument
+from moefold.data.corpora.records import BadDocument
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters, which do not occur in interchanged text (Unicode 16, section 23.7)."""
@@ -161,7 +162,7 @@ class ChatTemplate:
         """Render a conversation; with ``prompt``, append the beginning of an answer.
 
         Args:
-            messages: messages as :mod:`moefold.data.messages` prepares them.
+            messages: messages as :mod:`moefold.data.chats.messages` prepares them.
             tools: schemas of the tools.
             options: more variables of the template.
             prompt: whether to append the beginning of an answer.

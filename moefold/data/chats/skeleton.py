@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from moefold.data.messages import REASONING, describe
+from moefold.data.chats.messages import REASONING, describe
 
 _SENTINEL = re.compile(r"Vqz(\d+)zqV|8111(\d{6})(?:\.5)?")
 """Text and numbers that stand for a part; templates and their JSON leave both unchanged."""

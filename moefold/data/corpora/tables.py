@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.data.config import DataError
-from moefold.data.streams import PARQUET, READ_BYTES, find_kind, find_packing, read_head
+from moefold.data.corpora.streams import PARQUET, READ_BYTES, find_kind, find_packing, read_head
 from moefold.files import read_json
 
 STATE, SETS = "state.json", "dataset_dict.json"

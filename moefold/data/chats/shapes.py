@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moefold.data.fields import MEDIA, ONLY_TEXT, ROLES, empty, without
-from moefold.data.messages import ASSISTANT, Message
-from moefold.data.records import BadDocument
+from moefold.data.chats.fields import MEDIA, ONLY_TEXT, ROLES, empty, without
+from moefold.data.chats.messages import ASSISTANT, Message
+from moefold.data.corpora.records import BadDocument
 
 Row = Mapping[str, Any]
 

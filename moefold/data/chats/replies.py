@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moefold.data.messages import ASSISTANT
+from moefold.data.chats.messages import ASSISTANT
 
 ANSWER, REASONING = "answer", "reasoning"
 TAGS = (

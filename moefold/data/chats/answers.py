@@ -4,8 +4,8 @@ An answer is *located at its own turn*: in the conversation up to it, after the 
 answer that the template writes for a prompt. If the template writes it unchanged once more turns
 follow, one text has several answers; else each answer has a text of its own.
 
-All this is determined once for each shape of conversation (:mod:`moefold.data.skeleton`) and then
-applied to conversations of that shape.
+All this is determined once for each shape of conversation (:mod:`moefold.data.chats.skeleton`) and
+then applied to conversations of that shape.
 """
 
 import json
@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from moefold.data.fields import refuse_unread
-from moefold.data.messages import (
+from moefold.data.chats.fields import refuse_unread
+from moefold.data.chats.messages import (
     ASSISTANT,
     Form,
     Message,
     apply_form,
     possible_forms,
 )
-from moefold.data.records import BadDocument
-from moefold.data.skeleton import (
+from moefold.data.chats.skeleton import (
     REQUIRED,
     Faked,
     Part,
@@ -39,7 +38,8 @@ from moefold.data.skeleton import (
     translate,
     without_marks,
 )
-from moefold.data.template import ChatTemplate, Rendered
+from moefold.data.chats.template import ChatTemplate, Rendered
+from moefold.data.corpora.records import BadDocument
 
 Answers = Literal["auto", "all", "each", "last"]
 _SHAPES = 1024
