@@ -67,7 +67,8 @@ def train(
     model: DecoderModel | None = None
     if nproc == 1:
         with open(run, folder, hooks) as job:
-            where, final = job.folder, job.train()
+            where = job.folder
+            final = job.train()
             if job.data.offload is None:  # else parameters are handles without values
                 model = job.model
     else:
@@ -85,7 +86,8 @@ def train(
 
 
 def _train_rank(info: RankInfo, raw_run: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
-    run, where = check(Run, raw_run).record, Path(folder)
+    run = check(Run, raw_run).record
+    where = Path(folder)
     assert run is not None
     with open_world(run, info, where) as world:
         own_hooks = assemble(run.watch, extra=hooks) if info.rank == 0 else ()

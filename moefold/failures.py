@@ -82,7 +82,8 @@ def describe_host_memory() -> str:
         parts.append(f"may map {limit / GIB:.2f} GiB (ulimit -v){mapped}")
     machine = _read_fields("/proc/meminfo")
     if "MemAvailable" in machine:
-        free, total = machine["MemAvailable"] / GIB, machine["MemTotal"] / GIB
+        free = machine["MemAvailable"] / GIB
+        total = machine["MemTotal"] / GIB
         parts.append(f"{free:.2f} of the machine's {total:.2f} GiB are available")
     return ", ".join(parts) or "its memory is unknown"
 

@@ -81,7 +81,8 @@ def write_text(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        error.filename2 = None
         raise
     finally:
         with suppress(OSError):
@@ -169,9 +170,11 @@ def make_folder(path: Path) -> list[Path]:
 
 def unused_folder(name: str) -> Path:
     """Return the first of ``runs/name``, ``runs/name-2``, ... that is empty or missing."""
-    folder, number = Path("runs") / name, 2
+    folder = Path("runs") / name
+    number = 2
     while folder.exists() and any(folder.iterdir()):
-        folder, number = Path("runs") / f"{name}-{number}", number + 1
+        folder = Path("runs") / f"{name}-{number}"
+        number = number + 1
     return folder
 
 
@@ -212,7 +215,8 @@ def try_output(path: Path) -> None:
             file.write(b" ")
             file.flush()
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        error.filename2 = None
         raise
     finally:
         with suppress(OSError):

@@ -85,7 +85,8 @@ class Run(Record):
                 yield from (violation.under("layout") for violation in cuts)
             yield from self.train.violations(self)
             if self.layout.constrains_model and not any(self.layout.rules()):
-                model, rows = model_needs(self.decoder(), self.data.seq), self.train.micro_batch
+                model = model_needs(self.decoder(), self.data.seq)
+                rows = self.train.micro_batch
                 found = self.layout.violations(model, rows * self.data.seq)
                 yield from (broken.under("layout") for broken in found)
                 yield from self._step_violations()

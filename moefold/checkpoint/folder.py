@@ -186,7 +186,8 @@ def apply_retention(
     Damaged checkpoints are not counted, and stay for inspection until they are older than all
     recent ones.
     """
-    complete, damaged = [], []
+    complete = []
+    damaged = []
     for candidate in list_candidates(folder):
         if candidate.suffix:
             continue

@@ -56,7 +56,8 @@ class Reader:
         Only rows of slices that intersect the box are read, in whole chunks, which are verified. If
         a slice cannot be read into the target directly, some rows at a time are buffered.
         """
-        stored, target = self.manifest.tensors[name], target.detach()
+        stored = self.manifest.tensors[name]
+        target = target.detach()
         at = (0,) * target.dim() if at is None else at
         box = tuple((a, a + n) for a, n in zip(at, target.shape, strict=True))
         for part in stored.slices:
@@ -79,13 +80,16 @@ class Reader:
 
     def _read_box(self, name: str, part: StoredSlice, box: Box, destination: Tensor) -> None:
         """Fill ``destination`` with a box, in global indices, of a slice."""
-        dtype, chunk_bytes = self.manifest.tensors[name].dtype, self.manifest.chunk_bytes
-        columns, row_bytes = relative_slices(box[1:], part.box[1:]), part.size // part.shape[0]
+        dtype = self.manifest.tensors[name].dtype
+        chunk_bytes = self.manifest.chunk_bytes
+        columns = relative_slices(box[1:], part.box[1:])
+        row_bytes = part.size // part.shape[0]
         first, end = (index - part.at[0] for index in box[0])
         rows = max(1, BLOCK_BYTES // row_bytes)
         for start in range(first, end, rows):
             stop = min(start + rows, end)
-            low, high = start * row_bytes // chunk_bytes, -(-stop * row_bytes // chunk_bytes)
+            low = start * row_bytes // chunk_bytes
+            high = -(-stop * row_bytes // chunk_bytes)
             offset = low * chunk_bytes
             buffer = allocate("U8", (min(high * chunk_bytes, part.size) - offset,))
             self._read_chunks(name, part, low, high, buffer)
@@ -103,12 +107,15 @@ class Reader:
 
     def _read_chunks(self, name: str, part: StoredSlice, low: int, high: int, into: Tensor) -> None:
         """Fill bytes, on any device, with chunks ``low`` to ``high`` (exclusive) of a slice."""
-        size, file = self.manifest.chunk_bytes, self.manifest.shards[part.shard].file
+        size = self.manifest.chunk_bytes
+        file = self.manifest.shards[part.shard].file
         staging = None if into.device.type == "cpu" else allocate("U8", (min(size, part.size),))
         for i in range(low, high):
             chunk = into[(i - low) * size : min((i + 1) * size, part.size) - low * size]
             host = chunk if staging is None else staging[: len(chunk)]
-            start, expected, data = part.span[0] + i * size, part.sha256[i], host_bytes(host)
+            start = part.span[0] + i * size
+            expected = part.sha256[i]
+            data = host_bytes(host)
             try:
                 read = partial(self._read_at, part.shard, start, data)
                 what = f"reading {self.path / file}"

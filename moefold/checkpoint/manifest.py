@@ -183,9 +183,11 @@ def header_entries(
     Each slice: (tensor's name, data type, tensor's shape, index of its first element, its shape).
     An entry is named after the tensor, with the box appended unless it is the whole tensor.
     """
-    entries, end = dict[str, HeaderEntry](), 0
+    entries = dict[str, HeaderEntry]()
+    end = 0
     for name, dtype, full_shape, at, shape in slices:
-        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        start = end
+        end = end + math.prod(shape) * ITEM_BYTES[dtype]
         box = ",".join(f"{a}:{a + n}" for a, n in zip(at, shape, strict=True))
         entry = name if shape == full_shape else f"{name}[{box}]"
         entries[entry] = HeaderEntry(dtype, shape, start, end)
@@ -208,7 +210,8 @@ def with_digest(text: bytes) -> bytes:
     """Return a manifest's text with the SHA-256 that it has with zeros in the digest's place."""
     field = _DIGEST_FIELD.match(text)
     assert field is not None, "the digest is the first field"
-    before, after = text[: field.start(1)], text[field.end(1) :]
+    before = text[: field.start(1)]
+    after = text[field.end(1) :]
     return before + sha256(before + ZEROS.encode() + after).hexdigest().encode() + after
 
 
@@ -224,7 +227,8 @@ def parse(raw: bytes, folder: Path) -> Manifest:
         raise DamagedError(folder, FILE, "is not JSON; " + USE_OLDER) from None
     if envelope.format is None:
         raise DamagedError(folder, FILE, "has no field `format`; " + USE_OLDER)
-    is_own, version = envelope.format == FORMAT, envelope.version
+    is_own = envelope.format == FORMAT
+    version = envelope.version
     has_digest = _DIGEST_FIELD.match(raw) is not None
     if (is_own or has_digest) and not (has_digest and with_digest(raw) == raw):
         raise DamagedError(folder, FILE, "does not match its own SHA-256; " + USE_OLDER)

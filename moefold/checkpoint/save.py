@@ -109,8 +109,14 @@ class CheckpointWriter:
         warn: Warn = _log.warning,
         disk: Disk = DISK,
     ) -> None:
-        self._folder, self._step, self._meta, self._policy = Path(folder), step, meta, policy
-        self._lock, self._ranks, self._warn, self._disk = lock, ranks, warn, disk
+        self._folder = Path(folder)
+        self._step = step
+        self._meta = meta
+        self._policy = policy
+        self._lock = lock
+        self._ranks = ranks
+        self._warn = warn
+        self._disk = disk
         slices: list[NamedSlice] = []
         for name, content in tensors.items():
             if isinstance(content, Tensor | LazyTensor):

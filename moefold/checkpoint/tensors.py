@@ -172,7 +172,8 @@ def write_shard(
         disk.sync(fd)
     finally:
         disk.close(fd)
-    digest, size = sha256(header).hexdigest(), len(header)
+    digest = sha256(header).hexdigest()
+    size = len(header)
     size += sum(part.num_bytes for _, part in slices)
     return ShardFile(file=path.name, size=size, header=len(header), header_sha256=digest), written
 
@@ -180,7 +181,9 @@ def write_shard(
 def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> list[str]:
     """Write one slice and return the digest of each of its chunks."""
     digests: list[str] = []
-    chunk_digest, filled, total = sha256(), 0, 0
+    chunk_digest = sha256()
+    filled = 0
+    total = 0
     tensor = part.tensor.read() if isinstance(part.tensor, LazyTensor) else part.tensor
     actual, declared = ((t.dtype, tuple(t.shape)) for t in (tensor, part.tensor))
     assert actual == declared, f"{actual} was read, not {declared}"
@@ -195,7 +198,8 @@ def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> lis
             start = stop
             if filled == chunk_bytes:
                 digests.append(chunk_digest.hexdigest())
-                chunk_digest, filled = sha256(), 0
+                chunk_digest = sha256()
+                filled = 0
         del block  # frees its memory before the next one is made
     if filled:
         digests.append(chunk_digest.hexdigest())

@@ -32,7 +32,10 @@ def verify(
     Reads each byte once, with one chunk in memory. Raises ``VersionError`` for a format that
     cannot be read, and ``CheckpointError`` if there is no checkpoint at all.
     """
-    path, raw, contents, defects = Path(path), b"", None, list[DamagedError]()
+    path = Path(path)
+    raw = b""
+    contents = None
+    defects = list[DamagedError]()
     try:
         raw = manifest.read_raw(path, disk)
         contents = manifest.parse(raw, path)
@@ -104,9 +107,11 @@ def _header_defects(
         pairs = enumerate(zip(raw, shard_header(expected), strict=False))
         altered = next((i for i, (byte, right) in pairs if byte != right), len(raw))
         frame = len(shard_header({}).rstrip())
-        affected, end = None, frame - 1  # position of the first entry's comma
+        affected = None
+        end = frame - 1  # position of the first entry's comma
         for (key, entry), (name, _) in zip(expected.items(), slices, strict=True):
-            start, end = end, end + len(shard_header({key: entry}).rstrip()) - frame
+            start = end
+            end = end + len(shard_header({key: entry}).rstrip()) - frame
             if start <= altered < end:
                 affected = name
         yield affected, f"the header (bytes 0 to {shard.header}) does not match its SHA-256"

@@ -60,7 +60,8 @@ def check_options(args: argparse.Namespace) -> Path:
         raise ValueError(f"--min-p {args.min_p}: must be at least 0 and at most 1")
     if args.repetition_penalty is not None and not args.repetition_penalty > 0:
         raise ValueError(f"--repetition-penalty {args.repetition_penalty}: must be above 0")
-    values, path = parse_values(args.template_value), Path(args.checkpoint)
+    values = parse_values(args.template_value)
+    path = Path(args.checkpoint)
     path = path if is_hub_folder(path) else resolve_checkpoint(path)
     if values:
         _check_values(values, path)

@@ -30,7 +30,9 @@ from moefold.training.report import summary
 from moefold.training.run_folder import History
 from moefold.training.trainer import Interrupted, Trainer
 
-COMPLETED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
+COMPLETED = 0
+STOPPED_BY_POLICY = 3
+SAVED_AND_STOPPED = 75
 """Exit status of commands that train; ``docs/errors.md`` says how to react to each."""
 
 

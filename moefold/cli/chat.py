@@ -26,7 +26,8 @@ from moefold.training.formatting import escape_control
 if TYPE_CHECKING:
     from moefold.training.text_generator import Reply
 
-NEW, EXIT = "/new", "/exit"
+NEW = "/new"
+EXIT = "/exit"
 MAX_TOKENS = 1024
 
 
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     settings = generator.settings(True, **sampling(args))
     print_notes([*generator.notes, *settings.notes()])
     args.tokens = default_tokens(args, settings, MAX_TOKENS)
-    messages, values = first_messages(args), parse_values(args.template_value)
+    messages = first_messages(args)
+    values = parse_values(args.template_value)
     # Fails at once if the folder has no chat template.
     generator.render_chat([*messages, {"role": "user", "content": "?"}], **values)
     while True:

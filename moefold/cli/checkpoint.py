@@ -19,7 +19,8 @@ from moefold.checkpoint.verify import verify
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
 from moefold.training.formatting import plural, size
 
-INTACT, DAMAGED = 0, 1
+INTACT = 0
+DAMAGED = 1
 """Exit status: all bytes are as written, or there is damage."""
 ROWS = 40
 LONG_TEXT = 200
@@ -122,10 +123,12 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
     for problem in problems:
         console.print(Text(str(problem), style="red"))
     if problems:
-        text, style = plural(len(problems), "problem"), "red"
+        text = plural(len(problems), "problem")
+        style = "red"
     else:
         tensors = plural(len(manifest.read(path).tensors), "tensor")
-        text, style = f"every byte is as written ({tensors}, {size(total)})", "green"
+        text = f"every byte is as written ({tensors}, {size(total)})"
+        style = "green"
     console.print(Text(f"{path}: {text}", style=style))
     return DAMAGED if problems else INTACT
 

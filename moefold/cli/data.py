@@ -26,7 +26,8 @@ from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
 from moefold.training.formatting import escape_control, plural
 
-INTACT, DAMAGED = 0, 1
+INTACT = 0
+DAMAGED = 1
 MAX_SHOWN = 200
 FLAGS = ("text", "jsonl", "parquet", "webdataset")
 """Kinds of sources that a flag of ``data prepare`` names."""
@@ -100,14 +101,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
         return INTACT
-    console, tokenizer = Console(soft_wrap=True), facts["tokenizer"]
+    console = Console(soft_wrap=True)
+    tokenizer = facts["tokenizer"]
     head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
     console.print(Text(f"{head} · all prepared in {facts['seconds']:.1f} s"))
     if tokenizer["ends"][1:]:
         console.print(Text(f"texts end with {' or '.join(tokenizer['ends'])}"))
     for note in tokenizer["notes"]:
         console.print(Text(f"tokenizer: {note}", style="yellow"))
-    rows, figures = [], ("documents", "tokens", "bytes")
+    rows = []
+    figures = ("documents", "tokens", "bytes")
     for part in facts["parts"]:
         ratio = "" if part["bytes_per_token"] is None else f"{part['bytes_per_token']:.3f}"
         rows.append((part["source"], part["side"], *(f"{part[n]:,}" for n in figures), ratio))
@@ -191,7 +194,8 @@ def _prepared_json(prepared: PreparedData) -> dict[str, Any]:
 
 def _inspect(args: argparse.Namespace) -> int:
     """Print the content of a pair of token files, or of every pair in a folder, recursively."""
-    console, folder = Console(soft_wrap=True), Path(args.prefix).is_dir()
+    console = Console(soft_wrap=True)
+    folder = Path(args.prefix).is_dir()
     prefixes = [args.prefix]
     if folder:
         results = filter(is_token_index, Path(args.prefix).rglob("*.idx"))
@@ -202,7 +206,9 @@ def _inspect(args: argparse.Namespace) -> int:
         if args.document is not None:
             raise DataError(f"--document needs one pair of files, such as {prefixes[0]}")
     results = [inspect(prefix, _find_tokenizer(args, prefix)) for prefix in prefixes]
-    ids, text, trained = list[int](), None, None
+    ids = list[int]()
+    text = None
+    trained = None
     tokenizer = None if folder else _find_tokenizer(args, args.prefix)
     if args.document is not None:
         if not 0 <= args.document < results[0]["documents"]:
@@ -230,7 +236,8 @@ def _render_mask(
     tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], in_colour: bool
 ) -> Text:
     """Render a document with its labels in colour, or in brackets if not ``in_colour``."""
-    shown, at = Text(), 0
+    shown = Text()
+    at = 0
     for value, run in groupby(mask):
         n = len(list(run))
         text = escape_control(tokenizer.decode(ids[at : at + n], special=True))
@@ -262,7 +269,8 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
     if tokenizer is not None and bounds and (min(bounds) < 0 or max(bounds) >= tokenizer.size):
         for _ in Corpus(str(prefix), indexed, tokenizer.size).slice(0, indexed.n_tokens):
             pass  # raises for the first invalid id, with its document and position
-    lengths, metadata = np.diff(indexed.document_starts_1), read_metadata(prefix)
+    lengths = np.diff(indexed.document_starts_1)
+    metadata = read_metadata(prefix)
     as_written = None
     if "digest" in metadata:
         mask = open_mask(prefix) if "mask" in metadata else None

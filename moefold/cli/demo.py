@@ -29,10 +29,14 @@ from moefold.training.report import BASELINES, summary
 from moefold.training.run_folder import History, held_out_sets
 
 RECIPE = "demo"
-BUDGET_S, STEPS_BUDGET_S, MIN_STEPS = 300, 225, 150
+BUDGET_S = 300
+STEPS_BUDGET_S = 225
+MIN_STEPS = 150
 """Maximum seconds of the demo, the seconds of these for steps (evaluation and samples take the
 rest), and the minimum number of steps, however slow the machine."""
-WARM_UP_STEPS, MEASURED_STEPS, MEASURED_S = 2, 8, 4.0
+WARM_UP_STEPS = 2
+MEASURED_STEPS = 8
+MEASURED_S = 4.0
 """Number of warm-up steps; maximum number and seconds of measured steps."""
 OUTPUT_FILES = {
     "experts.html": "which expert took which token",
@@ -72,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         facts = summary(History.read(folder))
         console.print(card("[bold]done[/]", _result_rows(folder, facts), "green"))
         console.print("commands to try next", style="cyan")
-        moefold, run_folder = program(), shlex.quote(str(folder))
+        moefold = program()
+        run_folder = shlex.quote(str(folder))
         bigger = shlex.quote(str(folder.parent / "bigger"))
         for command in (
             f"sample {run_folder} --prompt 'class Queue:'",
@@ -90,10 +95,12 @@ def limit_steps(run: Run, folder: Path, console: Console) -> tuple[Run, str | No
 
     A run that exists in ``folder`` keeps its number of steps.
     """
-    checkpoint, wanted = find_newest(folder), run.train.steps
+    checkpoint = find_newest(folder)
+    wanted = run.train.steps
     if checkpoint is not None:
         meta = manifest.read(checkpoint).meta  # without a run for an imported model
-        steps, text = meta["run"]["train"]["steps"] if "run" in meta else wanted, None
+        steps = meta["run"]["train"]["steps"] if "run" in meta else wanted
+        text = None
     else:
         cache = folder.parent / ".prepared"
         with progress_bars(console) as show:

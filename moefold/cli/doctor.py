@@ -98,7 +98,8 @@ def is_installed(module: str) -> bool:
 
 def _probe_package(name: str) -> Finding:
     """Return the finding for a package, which is chosen if it is installed."""
-    installed, found_version = is_installed(name), _version(name)
+    installed = is_installed(name)
+    found_version = _version(name)
     purpose, remedy = OPTIONAL.get(name, ("", f"missing: pip install {name}"))
     why = purpose if installed else ": ".join(filter(None, (purpose, remedy)))
     return Finding(name, installed, found_version, installed, why)
@@ -205,7 +206,8 @@ def _grouped_mm() -> Finding:
     w_EOI = torch.randn(2, 32, 16, generator=generator).to(device, torch.bfloat16)
     offs_E = torch.tensor([9, 24], dtype=torch.int32, device=device)
     try:
-        fast, plain = grouped.product(x_RI, w_EOI, offs_E), loop.product(x_RI, w_EOI, offs_E)
+        fast = grouped.product(x_RI, w_EOI, offs_E)
+        plain = loop.product(x_RI, w_EOI, offs_E)
     except (RuntimeError, AttributeError) as error:
         text = f"the loop runs instead: {str(error).splitlines()[0]}"
         return Finding("grouped_mm", False, torch.__version__, False, text)

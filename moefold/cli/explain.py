@@ -57,7 +57,10 @@ FITTING_LAYOUT: dict[FieldPath, str] = {
     ("layout", "stages"): "null",
 }
 """The layout fields that may not fit a model, each with a value that fits every model."""
-MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_RUNS = 16, 8, 4, 4
+MAX_ROWS = 16
+MAX_COLUMNS = 8
+MAX_GROUPS = 4
+MAX_RUNS = 4
 """Maximum rows of a table, columns of a grid, groups of a kind, and runs of ranks shown."""
 MAX_LISTED_RANKS = 100_000
 """Ranks up to which ``--json`` lists every group."""
@@ -94,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if loaded is None or args.schema:
         print_json(json_schema(Run))
         return 0
-    run, derived = loaded.record, derived_values(loaded)
+    run = loaded.record
+    derived = derived_values(loaded)
     layout = LayoutReport.of(run, args.world)
     notes = [*run_notes(run), *folder_notes(run)]
     report = _graph_report(run, layout.world) if args.graphs and not layout.violations else None
@@ -104,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
         graphs = {} if report is None else {"graphs": report}
         print_json(answer | graphs | {"layout": layout.to_json(), "notes": notes})
     else:
-        console, tree = Console(), Tree(Text(run.name, style="bold"))
+        console = Console()
+        tree = Tree(Text(run.name, style="bold"))
         _add_values(tree, to_dict(run), (), loaded.origins, args.given)
         console.print(tree, soft_wrap=True)
         console.print(Text("derived values", style="bold"))
@@ -147,7 +152,8 @@ def _graph_report(run: Run, world: int) -> dict[str, Any]:
 
     (case,) = cases_of(run, world=world, as_run=True)
     operators = find_capture_blockers(case)
-    refused, static = dict[str, list[str]](), dict[str, list[float]]()
+    refused = dict[str, list[str]]()
+    static = dict[str, list[float]]()
     for kind in ("partial", "step"):
         layout = run.layout.model_copy(update={"graphs": kind})
         broken = layout.violations(model_needs(run.decoder(), run.data.seq))
@@ -218,13 +224,17 @@ def _add_values(
 def derived_values(loaded: LoadedRecord[Run]) -> dict[str, Any]:
     """Return figures derived from a run's values: sizes, FLOPs, tokens, learning rates."""
     run = loaded.record
-    decoder, train = run.decoder(), run.train
-    counts, seq = count(decoder), run.data.seq
-    tokens, flops = train.batch * seq, counts.flops_per_token(seq, causal=True)
+    decoder = run.decoder()
+    train = run.train
+    counts = count(decoder)
+    seq = run.data.seq
+    tokens = train.batch * seq
+    flops = counts.flops_per_token(seq, causal=True)
     in_all = train.sizes(seq).before(train.steps) * seq
     places = {"first step": 0, "half way": train.steps // 2, "last step": train.steps - 1}
     lr = {n: run.optim.lr * run.optim.schedule_lr.factor(s, train.steps) for n, s in places.items()}
-    layers, first = [], 0
+    layers = []
+    first = 0
     for block, same in groupby(decoder.blocks):
         last = first + len(list(same)) - 1
         layers.append({"first": first, "last": last, **to_dict(block)})
@@ -254,10 +264,12 @@ def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str
         numbers = range(span["first"], span["last"] + 1)
         yield _format_layers(numbers), f"attention {_format_record(span['attention'])}"
         yield "", f"ffn {_format_record(span['ffn'])}"
-    total, active = facts["parameters"], facts["active_parameters"]
+    total = facts["parameters"]
+    active = facts["active_parameters"]
     yield "parameters", f"{total:,}; {active:,} active per token ({100 * active / total:.1f} %)"
     yield "", ", ".join(f"{name} {formatting.count(n)}" for name, n in facts["parts"].items())
-    causal, full = facts["flops_per_token"], facts["flops_per_token_full_attention"]
+    causal = facts["flops_per_token"]
+    full = facts["flops_per_token_full_attention"]
     flops = f"{formatting.si(causal)}FLOP forward and backward"
     yield "one token", f"{flops} ({formatting.si(full)}FLOP with full attention)"
     batches = formatting.plural(facts["micro_batches_per_step"], "micro-batch", "es")
@@ -308,10 +320,12 @@ class LayoutReport:
     @classmethod
     def of(cls, run: Run, world: int | None = None) -> "LayoutReport":
         """Describe a run's layout, legal or not (default ``world``: the minimum)."""
-        layout, sizes = run.layout, run.layout.split
+        layout = run.layout
+        sizes = run.layout.split
         if max(sizes.smallest_world, sizes.vpp) > MAX_RANKS:
             raise ValueError(f"layout {sizes.text!r}: must fit at most {MAX_RANKS:,} ranks")
-        model, count = model_needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
+        model = model_needs(run.decoder(), run.data.seq)
+        count = sizes.pp * sizes.vpp
         violations = size_violations(sizes, model, world, layout.order, layout.stages)
         world = sizes.smallest_world if world is None else world
         fits = not folding_violations(sizes, world, layout.order)
@@ -335,7 +349,8 @@ class LayoutReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything for ``--json``, including the ranks of every group."""
-        folding, stages = self.folding, self.stages
+        folding = self.folding
+        stages = self.stages
         answer: dict[str, Any] = {"sizes": self.sizes.text, "world": self.world}
         answer["violations"] = [
             {"path": list(v.path), "value": to_dict(v.value), "rule": v.rule}
@@ -369,7 +384,9 @@ class LayoutReport:
 
     def _tables(self) -> Iterator[tuple[str, Table]]:
         """Yield the available tables, each with its title."""
-        folding, stages, sizes = self.folding, self.stages, self.sizes
+        folding = self.folding
+        stages = self.stages
+        sizes = self.sizes
         if folding is not None:
             yield _grid_table(ATTENTION, folding.attention)
             yield _grid_table(EXPERTS, folding.experts)
@@ -395,7 +412,8 @@ def _table(
     """Return a table whose first column names the rows; rows beyond ``most`` are abridged."""
     shown = [["…"] * len(titles) if row is None else row for row in _abridge(rows, most)]
     table = plain_table(*titles, right=right, header=any(titles), rows=shown)
-    table.columns[0].style, table.columns[0].no_wrap = "bold", True
+    table.columns[0].style = "bold"
+    table.columns[0].no_wrap = True
     return table
 
 
@@ -467,7 +485,9 @@ def format_groups(groups: Sequence[Ranks | None]) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format ascending numbers in short form: ``0–3 8–11``, ``0 4 … 28`` if evenly spaced."""
-    first, second, last = ranks[0], ranks[min(1, len(ranks) - 1)], ranks[-1]
+    first = ranks[0]
+    second = ranks[min(1, len(ranks) - 1)]
+    last = ranks[-1]
     step = second - first
     if step > 1 and len(ranks) > MAX_RUNS and list(ranks) == list(range(first, last + 1, step)):
         return f"{first} {second} … {last}"

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     from moefold.training.model_checkpoint import MODEL_PREFIX, describe_model
 
     with import_folder(args.source, args.weights) as imported, progress_bars(on_stderr()) as show:
-        source, count = imported.tensors, len(imported.tensors)
+        source = imported.tensors
+        count = len(imported.tensors)
         tokenizer = _tokenizer(args, imported)
         meta = describe_model(imported.decoder, tokenizer)
         if tokenizer is None:  # else they are among its files

@@ -28,7 +28,9 @@ from typing import Any
 import moefold
 from moefold.failures import Failure, OutOfMemory, describe_shortage, is_out_of_memory
 
-WRONG_INPUT, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
+WRONG_INPUT = 2
+BROKEN_PIPE = 141
+INTERRUPTED = 130
 TRACEBACK = "--traceback"
 # System errors are printed as text, except lost connections and these, which indicate bugs.
 BUGS = {errno.EBADF, errno.EFAULT, errno.ECHILD, errno.ESRCH, errno.ENOTSOCK, errno.EDEADLK, None}

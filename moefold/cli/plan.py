@@ -111,7 +111,8 @@ def _plan_parts(plan: Plan, tokens: float) -> Iterator[Text | Table]:
 
 def _run_file_part(plan: Plan) -> Iterator[Text]:
     """Yield the fastest layout that training supports, as a run file."""
-    best, today = plan.best, plan.trainable
+    best = plan.best
+    today = plan.trainable
     if best and best.unsupported:
         text = f"the fastest layout uses features {UNSUPPORTED}: {', '.join(best.unsupported)}"
         yield Text(f"\n{text}", style="yellow")
@@ -144,7 +145,8 @@ def _given_layout_part(plan: Plan) -> Iterator[Text | Table]:
 
 
 def _task_part(plan: Plan) -> Iterator[Text]:
-    task, device = plan.task, plan.task.cluster.device
+    task = plan.task
+    device = plan.task.cluster.device
     yield Text.assemble(
         (task.name, "bold"),
         f" on {task.cluster.devices:,} {device.name}, "

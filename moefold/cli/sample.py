@@ -46,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
     from moefold.training.text_generator import TextGenerator
 
-    prompts, generator = args.prompt or [""], TextGenerator.open(path, args.uses)
-    values, forms = parse_values(args.template_value), list[ReplyForm]()
+    prompts = args.prompt or [""]
+    generator = TextGenerator.open(path, args.uses)
+    values = parse_values(args.template_value)
+    forms = list[ReplyForm]()
     if args.chat:
         chats = [[*first_messages(args), {"role": "user", "content": text}] for text in prompts]
         ids = [generator.encode_chat(messages, **values) for messages in chats]

@@ -75,7 +75,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     run, info = parse_run(args)
-    nproc, record = args.nproc or 1, run.watch.survive
+    nproc = args.nproc or 1
+    record = run.watch.survive
     launches = info is None and (nproc > 1 or record is not None)
     if launches:  # The server imports what ranks need while this process imports what it needs.
         fork_server(RANK_MODULE, __name__, *modules_to_preload((run, run.decoder())))
@@ -88,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     from moefold.comm.rendezvous import join
     from moefold.training.distributed import MESSAGES, device_kind
 
-    time_out_s, is_fork = run.watch.time_out_s, args.fork is not None
+    time_out_s = run.watch.time_out_s
+    is_fork = args.fork is not None
     if info is not None:
         join(info, time_out_s, device_kind())
         with saying_how_to_resume(args.fork or args.folder or f"runs/{run.name}", is_fork):
@@ -158,7 +160,8 @@ def _require_writable_disk(run: Run) -> None:
 
 def load_requested_run(args: argparse.Namespace) -> Run:
     """Load the run of the arguments; without RUN, the one in ``--folder``."""
-    overrides, source = overrides_of(args), args.source
+    overrides = overrides_of(args)
+    source = args.source
     if source is not None and "=" in source and not Path(source).exists():
         overrides.insert(0, source)  # an override in the place of RUN
         source = None
@@ -252,7 +255,8 @@ def _dry_run(
 
 def _with_disk_folder(run: Run, folder: str) -> Run:
     """Return the run with another folder for activations offloaded to disk."""
-    layout, update = run.layout, dict[str, Any]()
+    layout = run.layout
+    update = dict[str, Any]()
     if layout.offload is not None and layout.offload.disk is not None:
         disk = layout.offload.disk.model_copy(update={"folder": folder})
         update["offload"] = layout.offload.model_copy(update={"disk": disk})

@@ -118,7 +118,10 @@ class VerdictPrinter:
     """Prints each verdict when its layout finishes."""
 
     def __init__(self, console: Console, total: int, quiet: bool) -> None:
-        self._console, self._total, self._quiet, self._done = console, total, quiet, 0
+        self._console = console
+        self._total = total
+        self._quiet = quiet
+        self._done = 0
 
     def show(self, verdict: "LayoutVerdict") -> None:
         """Print one line: whether the layout passed, and the quantity with the largest error."""

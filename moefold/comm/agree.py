@@ -76,7 +76,8 @@ def run_on_first(function: Callable[[], Any], ranks: Group) -> Any:
         try:
             answer = {"value": function()}
         except Exception as caught:
-            error, answer = caught, {"error": f"{type(caught).__name__}: {caught}"}
+            error = caught
+            answer = {"error": f"{type(caught).__name__}: {caught}"}
     answer = broadcast_from_first(answer, ranks)
     if error is not None:
         raise error

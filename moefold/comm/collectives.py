@@ -59,7 +59,9 @@ class Pending:
         keep_alive: Tensor | None = None,
     ) -> None:
         """Store the backend's works, the arguments of ``_end``, and a tensor that is being read."""
-        self._works, self._call, self._keep_alive = works, call, keep_alive
+        self._works = works
+        self._call = call
+        self._keep_alive = keep_alive
 
     def wait(self) -> None:
         """Wait until the result may be read; a second call does nothing.
@@ -67,8 +69,10 @@ class Pending:
         Raises:
             RuntimeError: after the group's time-out, or if another rank has exited.
         """
-        works, call = self._works, self._call
-        self._works, self._call = (), None
+        works = self._works
+        call = self._call
+        self._works = ()
+        self._call = None
         if call is not None:
             record, group, *_ = call
             group.recorder.wait(record)
@@ -116,7 +120,8 @@ def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
     if group.size == 1:
         return tensor
     sent = (group.size - 1) * tensor.nbytes if group.index == index else 0
-    record, source = _begin(group, "broadcast", tensor, sent, True), group.ranks[index]
+    record = _begin(group, "broadcast", tensor, sent, True)
+    source = group.ranks[index]
     return _in_place(lambda y: dist.broadcast(y, source, group=group.handle), tensor, group, record)
 
 
@@ -170,7 +175,8 @@ def gather(tensor: Tensor, group: Group) -> Tensor:
 def _all_to_all(
     x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], record: CallRecord
 ) -> Tensor:
-    out, local = x_R.new_empty((sum(receive), *x_R.shape[1:])), None
+    out = x_R.new_empty((sum(receive), *x_R.shape[1:]))
+    local = None
     dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)
     if group.recorder.inject_fault is not None:
         local = torch.zeros_like(out)  # except for this rank's rows to itself
@@ -227,7 +233,8 @@ def scatter_uneven(
 def _point_to_point(op: str, x: Tensor, source: int, destination: int, group: Group) -> Pending:
     """Start to send or receive a contiguous tensor between two global ranks."""
     assert source != destination, "a rank does not send to itself"
-    site, sent = CallSite(group.recorder.label, op, group.name), x.nbytes if op == "send" else 0
+    site = CallSite(group.recorder.label, op, group.name)
+    sent = x.nbytes if op == "send" else 0
     channel = f"{group.kind}:{source}>{destination}"
     record = group.recorder.begin(site, channel, (source, destination), x, sent, False)
     is_reverse = group.ranks.index(destination) < group.ranks.index(source)
@@ -300,7 +307,9 @@ class _Differentiable(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, op: Operation, adjoint: Operation) -> Tensor:
-        ctx.group, ctx.adjoint, ctx.label = group, adjoint, group.recorder.label
+        ctx.group = group
+        ctx.adjoint = adjoint
+        ctx.label = group.recorder.label
         return op(x, group)
 
     @staticmethod
@@ -363,13 +372,15 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, codec: RowCodec | None = N
 
     ``codec``: format in which rows ``x`` are sent. Here and below, sums are never encoded.
     """
-    op, adjoint = partial(_all_gather_along, dim=dim), partial(_reduce_scatter_along, dim=dim)
+    op = partial(_all_gather_along, dim=dim)
+    adjoint = partial(_reduce_scatter_along, dim=dim)
     return _differentiable(x, group, _with_codec(op, codec), adjoint)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, codec: RowCodec | None = None) -> Tensor:
     """Sum ``x`` over the ranks; return this rank's part along ``dim``. Backward: all-gather."""
-    op, adjoint = partial(_reduce_scatter_along, dim=dim), partial(_all_gather_along, dim=dim)
+    op = partial(_reduce_scatter_along, dim=dim)
+    adjoint = partial(_all_gather_along, dim=dim)
     return _differentiable(x, group, op, _with_codec(adjoint, codec))
 
 
@@ -408,7 +419,8 @@ def gather_rows(
     x: Tensor, group: Group, counts: Sequence[int], codec: RowCodec | None = None
 ) -> Tensor:
     """Concatenate ranks' rows, ``counts[i]`` from rank i. Backward: ``scatter_rows``."""
-    op, adjoint = partial(gather_uneven, counts=counts), partial(scatter_uneven, counts=counts)
+    op = partial(gather_uneven, counts=counts)
+    adjoint = partial(scatter_uneven, counts=counts)
     return _differentiable(x, group, _with_codec(op, codec), adjoint)
 
 
@@ -419,5 +431,6 @@ def scatter_rows(
 
     Summed in rank order with one rounding. Backward: ``gather_rows``.
     """
-    op, adjoint = partial(scatter_uneven, counts=counts), partial(gather_uneven, counts=counts)
+    op = partial(scatter_uneven, counts=counts)
+    adjoint = partial(gather_uneven, counts=counts)
     return _differentiable(x, group, op, _with_codec(adjoint, codec))

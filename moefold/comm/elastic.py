@@ -44,7 +44,8 @@ def launch_elastic(
         KeyboardInterrupt: if the ranks ended after an interrupt.
     """
     memories = [RankMemory.create() for _ in range(nproc)]
-    limit, loss = RestartLimit(record, memories), None
+    limit = RestartLimit(record, memories)
+    loss = None
     running: list[Workers] = []
 
     def forward(number: int) -> None:
@@ -90,9 +91,11 @@ class RestartLimit:
     """
 
     def __init__(self, record: Survive, memories: Sequence[RankMemory]) -> None:
-        self._record, self._memories = record, memories
+        self._record = record
+        self._memories = memories
         self._times: deque[float] = deque()
-        self._in_a_row, self._last_steps = 0, -1
+        self._in_a_row = 0
+        self._last_steps = -1
 
     @property
     def has_stored_state(self) -> bool:
@@ -111,7 +114,8 @@ class RestartLimit:
             now = time.monotonic()
             for rank, memory in enumerate(self._memories):
                 if memory.counters[BEATS] != beats[rank]:
-                    beats[rank], heard_at[rank] = memory.counters[BEATS], now
+                    beats[rank] = memory.counters[BEATS]
+                    heard_at[rank] = now
             since = now - self._record.stopped_s
             silent = [rank for rank, last in enumerate(heard_at) if last < since]
             for rank in silent:
@@ -126,7 +130,8 @@ class RestartLimit:
         Raises:
             RankLost: if losses are too frequent, or recur at one step.
         """
-        now, record = time.monotonic(), self._record
+        now = time.monotonic()
+        record = self._record
         self._times.append(now)
         while now - self._times[0] > record.window_s:
             self._times.popleft()

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-FIRST_PORT, PORTS = 20_000, 12_000
+FIRST_PORT = 20_000
+PORTS = 12_000
 SECRET = "MOEFOLD_SECRET"
 """Variable with a text that all ranks of a run share, and without which nobody uses their store."""
 SECRET_CHARACTERS = 16
@@ -96,7 +97,8 @@ def _from_slurm(env: Mapping[str, str]) -> RankInfo | None:
     if not (address or nodes):
         text = f"no list of nodes in {', '.join(SLURM_NODES)}"
         raise ValueError(f"{text}; start ranks with srun, or set MASTER_ADDR")
-    job, step = _read_int(env, "SLURM_JOB_ID", "0"), _read_int(env, "SLURM_STEP_ID", "0")
+    job = _read_int(env, "SLURM_JOB_ID", "0")
+    step = _read_int(env, "SLURM_STEP_ID", "0")
     default_port = str(FIRST_PORT + (job * 31 + step) % PORTS)
     return RankInfo(
         rank=_read_int(env, "SLURM_PROCID"),

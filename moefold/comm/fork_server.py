@@ -103,7 +103,8 @@ def _call_in_lasting_thread(function: Callable[[], None]) -> None:
 
     A process started there loses its parent when the launcher ends, and no sooner.
     """
-    done, errors = threading.Event(), list[BaseException]()
+    done = threading.Event()
+    errors = list[BaseException]()
 
     def work() -> None:
         try:

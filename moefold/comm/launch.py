@@ -33,7 +33,8 @@ from moefold.comm.world import IN_OPERATION
 from moefold.failures import Failure
 
 TIME_OUT_S = 300.0
-ERROR_WAIT_S, DEATH_WAIT_S = 0.5, 0.1
+ERROR_WAIT_S = 0.5
+DEATH_WAIT_S = 0.1
 """Seconds that other ranks have to report errors after the first error, or after a death."""
 CAUSE_WAIT_S = 30.0
 """Seconds to wait for the original error while ranks only report that another rank failed."""
@@ -68,7 +69,10 @@ class RankLost(RankError, Failure):
     def __init__(
         self, reason: str, report: str = "", ranks: tuple[int, ...] = (), results: Results = ()
     ) -> None:
-        self.reason, self.report, self.ranks, self.results = reason, report, ranks, results
+        self.reason = reason
+        self.report = report
+        self.ranks = ranks
+        self.results = results
         super().__init__(reason + report)
 
 
@@ -146,8 +150,11 @@ class Workers:
     ) -> None:
         """Serve the store; :meth:`start` starts the ranks."""
         self._context = fork_server(function.__module__)
-        self._function, self._args, self._attempts = function, args, attempts
-        self._time_out_s, self._device = time_out_s, device
+        self._function = function
+        self._args = args
+        self._attempts = attempts
+        self._time_out_s = time_out_s
+        self._device = device
         self._secret = secrets.token_hex(32).encode()
         self._store = StoreServer(self._secret, LOOPBACK)
         self._ranks: list[RankProcess] = []
@@ -155,7 +162,8 @@ class Workers:
 
     def start(self) -> None:
         """Start every rank."""
-        count, text = len(self._args), os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        count = len(self._args)
+        text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         threads = max(1, int(text)) if text.isdecimal() else 1  # OpenMP ignores other values
         with _server_must_answer():
             for rank, args in enumerate(self._args):
@@ -294,7 +302,8 @@ def _collect_results(
             for a in failed
         )
         if (patience := min(waits, default=math.inf)) < shortest:
-            shortest, until = patience, min(until, time.monotonic() + patience)
+            shortest = patience
+            until = min(until, time.monotonic() + patience)
     return results
 
 

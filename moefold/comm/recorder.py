@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 MAX_RECORDS = 256
 
 

@@ -31,11 +31,13 @@ from moefold.comm.store import SecretStore, Store, StoreServer, listen
 JOIN_TIME_OUT_S = 120.0
 """Least time-out for all ranks to join, since they start at different times."""
 LINGER_S = 5.0
-READY, DONE = "ready", "done"
+READY = "ready"
+DONE = "done"
 LOOPBACK = "127.0.0.1"
 LOOPBACKS = {LOOPBACK, "localhost", "::1"}
 """Addresses at which only ranks of one machine can meet."""
-FIRST_POLL_S, LAST_POLL_S = 0.01, 0.5
+FIRST_POLL_S = 0.01
+LAST_POLL_S = 0.5
 """Seconds between looks for a new meeting: they double from the first to the last."""
 INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables that name the network interface of gloo and NCCL, and the sign of an exact name."""
@@ -222,7 +224,9 @@ class Meeting:
     """
 
     def __init__(self, store: Store, info: RankInfo, limit_s: float) -> None:
-        self._store, self._info, self._limit_s = store, info, limit_s
+        self._store = store
+        self._info = info
+        self._limit_s = limit_s
         self._until = time.monotonic() + limit_s
         self._own = secrets.token_hex(8)
 
@@ -255,13 +259,15 @@ class Meeting:
         return self._own
 
     def _follow(self) -> tuple[str, tuple[str, int] | None]:
-        announced, poll_s = "", FIRST_POLL_S
+        announced = ""
+        poll_s = FIRST_POLL_S
         while self._remaining_s() > 0:
             if self._has("round"):
                 round_, own_store = json.loads(self._store.get("round"))
                 if round_ != announced:
                     self._store.set(f"{round_}/here/{self._info.rank}", self._own)
-                    announced, poll_s = round_, FIRST_POLL_S
+                    announced = round_
+                    poll_s = FIRST_POLL_S
                 if self._has(f"{round_}/all") and self._is_listed(round_):
                     return round_, self._address(own_store)
             time.sleep(poll_s)
@@ -290,7 +296,8 @@ class Meeting:
         return self._until - time.monotonic()
 
     def _missing(self, ranks: list[int]) -> RuntimeError:
-        named, limit = ", ".join(map(str, ranks)), f"{self._limit_s:g} s"
+        named = ", ".join(map(str, ranks))
+        limit = f"{self._limit_s:g} s"
         who = "rank" if len(ranks) == 1 else "ranks"
         return RuntimeError(
             f"{who} {named} of {self._info.world_size} did not connect within {limit}"

@@ -32,7 +32,8 @@ RETRY_S = 0.1
 """Seconds between attempts to connect to a store that does not answer yet."""
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!q")
-OK, TIMED_OUT = b"ok", b"timed out"
+OK = b"ok"
+TIMED_OUT = b"timed out"
 
 # torch has these without exporting them in its type stubs.
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
@@ -56,7 +57,8 @@ def unpack(body: bytes) -> list[bytes]:
     Raises:
         ValueError: if the lengths do not add up.
     """
-    fields, at = list[bytes](), 0
+    fields = list[bytes]()
+    at = 0
     while at < len(body):
         if at + LENGTH.size > len(body):
             raise ValueError("a message ends in a length")
@@ -154,7 +156,8 @@ class StoreServer:
             answer = await asyncio.wait_for(reading, HANDSHAKE_S)
         except TimeoutError:
             return False
-        theirs, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
+        theirs = answer[:CHALLENGE_BYTES]
+        proof = answer[CHALLENGE_BYTES:]
         if not hmac.compare_digest(proof, prove(self._secret, b"client", ours, theirs)):
             return False
         writer.write(prove(self._secret, b"server", ours, theirs))
@@ -239,7 +242,8 @@ class SecretStore(Store):
     def __init__(self, host: str, port: int, secret: bytes, time_out_s: float) -> None:
         super().__init__()
         self._arguments = host, port, secret, time_out_s
-        self._time_out_s, self._lock = time_out_s, threading.Lock()
+        self._time_out_s = time_out_s
+        self._lock = threading.Lock()
         where = f"{host}:{port}"
         self._socket = _connect(host, port, time_out_s)
         try:

@@ -45,17 +45,22 @@ class HangWatch:
         ``store`` is a separate connection to the store of all ranks. Reports are written into
         ``folder``, if given.
         """
-        self.recorder, self.rank, self.world, self.folder = recorder, rank, world, folder
+        self.recorder = recorder
+        self.rank = rank
+        self.world = world
+        self.folder = folder
         self.time_out_s = time_out_s
         self.beat_s = min(SLOWEST_BEAT_S, time_out_s / BEATS_PER_TIME_OUT)
         self.silence_s = min(SILENCE_S, time_out_s / 4)
         self._store = PrefixStore(PREFIX, store)
         # Ranks that open groups again see the alarms of the earlier ones.
         self._last_alarm = self._store.add("alarm", 0)
-        self._beat_count, self._last_alarm_at = 0, float("-inf")
+        self._beat_count = 0
+        self._last_alarm_at = float("-inf")
         self._open_alarm: int | None = None
         self._first_rank_beat = b"", 0.0
-        self._stopped, self._verdict_known = threading.Event(), threading.Event()
+        self._stopped = threading.Event()
+        self._verdict_known = threading.Event()
         self._alarm_requested = threading.Event()
         self._send_heartbeat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -95,7 +100,8 @@ class HangWatch:
             alarm = int(self._store.compare_set("alarm", str(alarm), str(alarm + 1)))
         self._alarm_requested.clear()
         if alarm > self._last_alarm:
-            self._last_alarm, self._last_alarm_at = alarm, now
+            self._last_alarm = alarm
+            self._last_alarm_at = now
             self._open_alarm = alarm
             self._verdict_known.clear()
             self._report_state(alarm)

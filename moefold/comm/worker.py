@@ -258,7 +258,8 @@ def _run_rank(
     # The server's imports are never freed; collecting them takes longer than everything else.
     gc.freeze()
     torch.set_num_threads(task.threads)
-    released, joined = threading.Event(), False
+    released = threading.Event()
+    joined = False
     threading.Thread(
         target=_send_heartbeats, args=(lifeline, released, task.attempt), daemon=True
     ).start()

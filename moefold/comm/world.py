@@ -39,7 +39,9 @@ class World:
         self, folding: Folding, rank: int, device: torch.device, time_out_s: float
     ) -> None:
         """Bind a folding to a rank; use ``open`` or ``single``."""
-        self.folding, self.rank, self.device = folding, rank, device
+        self.folding = folding
+        self.rank = rank
+        self.device = device
         self.time_out_s = time_out_s
         self.recorder = Recorder(mark=_mark_queued_work if device.type == "cuda" else None)
         self.attention: AttentionCoordinates = folding.attention_coordinates(rank)
@@ -149,12 +151,11 @@ class World:
         group = self.group(kind)
         if group.size % inner:
             raise ValueError(f"groups of {inner} ranks do not divide {kind} of {group.size} ranks")
-        first, offset = group.index // inner * inner, group.index % inner
-        near, far, bulk = (
-            slice(first, first + inner),
-            slice(offset, None, inner),
-            kind in BULK_KINDS,
-        )
+        first = group.index // inner * inner
+        offset = group.index % inner
+        near = slice(first, first + inner)
+        far = slice(offset, None, inner)
+        bulk = kind in BULK_KINDS
         return (
             self._group_of(f"{kind} inner {inner}", group.ranks[near], bulk),
             self._group_of(f"{kind} outer {inner}", group.ranks[far], bulk),
@@ -170,7 +171,9 @@ class World:
         if self.size == 1 or self._secondary is not None:
             return self._secondary or self
         world = self._secondary = World(self.folding, self.rank, self.device, self.time_out_s)
-        world.recorder, world._host, world._prefix = self.recorder, self._host, "second "
+        world.recorder = self.recorder
+        world._host = self._host
+        world._prefix = "second "
         world._cached = self._cached
         world._create_groups(EXCHANGE_KINDS)
         return world
@@ -222,7 +225,9 @@ class World:
             if close is not None:
                 close()
         self._cached.clear()
-        self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
+        self._by_kind = {}
+        self._by_ranks = {}
+        self._by_stages = {}
         if self._watch is not None:
             self._watch.stop()
 

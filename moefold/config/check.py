@@ -37,7 +37,8 @@ from moefold.config.fields import (
 from moefold.config.suggest import candidates, closest, describe, find_key, likely_kind
 
 MAX_ROUNDS = 20
-MIN_SIMILARITY, MIN_SIMILARITY_ELSEWHERE = 0.65, 0.8
+MIN_SIMILARITY = 0.65
+MIN_SIMILARITY_ELSEWHERE = 0.8
 """Minimum similarity of a suggested key: in general, and if the unknown key exists elsewhere."""
 _VIOLATION_IDS = {
     "missing": "missing",
@@ -185,7 +186,8 @@ def _field_violations(
 ) -> list[Violation]:
     """Return a violation for each path with pydantic errors."""
     parents = {leaf[:end] for leaf in overrides for end in range(len(leaf) + 1)}
-    violations, renamed = [], set[FieldPath]()
+    violations = []
+    renamed = set[FieldPath]()
     for path, items in errors.items():
         if items[0][0] == "extra_forbidden":
             item = _unknown_key_violation(cls, data, path, renamed | parents, path in parents)
@@ -206,8 +208,10 @@ def _unknown_key_violation(
     If it ``replaces`` a file's value, because it is an override, set keys are suggested too. A key
     that exists elsewhere must be more similar to count as a misspelling.
     """
-    parent, key = path[:-1], str(path[-1])
-    holder, value = get_at(data, parent), get_at(data, path)
+    parent = path[:-1]
+    key = str(path[-1])
+    holder = get_at(data, parent)
+    value = get_at(data, path)
     record = spec_at(FieldSpec(cls), data, parent).record_class(holder)
     keys = [] if record is None else list(specs(record))
     elsewhere = next(find_key(FieldSpec(cls), data, key), None)
@@ -229,14 +233,17 @@ def _value_violation(
     cls: type[Record], data: Any, path: FieldPath, errors: list[tuple[str, str]]
 ) -> Violation:
     """Return the violation of a value that its field rejects, with the nearest legal value."""
-    value, spec = get_at(data, path), spec_at(FieldSpec(cls), data, path)
+    value = get_at(data, path)
+    spec = spec_at(FieldSpec(cls), data, path)
     parent = spec_at(FieldSpec(cls), data, path[:-1]) if path else ANYTHING
     slot = parent.slot
     if slot is not None and path[-1] == slot.tag:
         likely = likely_kind(parent, slot, get_at(data, path[:-1]))
-        legal, attempts = f"one of {', '.join(slot.kinds)}", iter((likely, *slot.kinds))
+        legal = f"one of {', '.join(slot.kinds)}"
+        attempts = iter((likely, *slot.kinds))
     else:
-        legal, attempts = describe(spec, value), candidates(spec, value)
+        legal = describe(spec, value)
+        attempts = candidates(spec, value)
     violation_id = _violation_id([kind for kind, _ in errors])
     if violation_id == "missing" and value is not MISSING:
         violation_id = "out-of-range"  # a list that is too short
@@ -292,9 +299,11 @@ def _rule_violations(record: Record, broken: Sequence[Violation], data: Any) -> 
     plain = to_dict(record)
     for item in broken:
         spec = spec_at(FieldSpec(type(record)), plain, item.path)
-        suggestion, attempts = item.nearest, list[Any]()
+        suggestion = item.nearest
+        attempts = list[Any]()
         if suggestion is MISSING or (suggestion is None and not spec.option("none")):
-            suggestion, attempts = MISSING, [None, spec.default]
+            suggestion = MISSING
+            attempts = [None, spec.default]
         if not isinstance(suggestion, Rename):
             suggestion = to_dict(suggestion)
         item = replace(item, value=to_dict(item.value), nearest=suggestion)
@@ -322,7 +331,8 @@ def _merge_rounds(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
             with_value = (i for i in sources if not isinstance(merged[i].nearest, Remove | Rename))
             i = next(with_value, None)
             if i is not None:
-                above, nearest = merged[i], get_at(fixed, merged[i].path)
+                above = merged[i]
+                nearest = get_at(fixed, merged[i].path)
                 both = above.path == item.path and item.rule not in above.rule.split("; ")
                 rule = f"{above.rule}; {item.rule}" if both else above.rule
                 nearest = REMOVE if nearest is MISSING else nearest

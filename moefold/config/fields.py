@@ -123,7 +123,8 @@ def specs(record: type[BaseModel]) -> Mapping[str, FieldSpec]:
         default = MISSING
         if not info.is_required():
             default = to_dict(info.get_default(call_default_factory=True))
-        metadata, examples = tuple(info.metadata), tuple(to_dict(info.examples or ()))
+        metadata = tuple(info.metadata)
+        examples = tuple(to_dict(info.examples or ()))
         result[info.alias or name] = FieldSpec(info.annotation, metadata, default, examples)
     return result
 
@@ -150,12 +151,14 @@ def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec:
 def spec_at(spec: FieldSpec, value: Any, path: FieldPath) -> FieldSpec:
     """Return the spec at a path below a raw value; ANYTHING if no class defines it."""
     for part in path:
-        spec, value = child_spec(spec, value, part), get_at(value, (part,))
+        spec = child_spec(spec, value, part)
+        value = get_at(value, (part,))
     return spec
 
 
 def _options(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Option]:
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     slot = next((item for item in metadata if isinstance(item, Slot)), None)
     if origin is Annotated:
         # Flattened, as ``Field(ge=1)`` and intervals hold several constraints.
@@ -220,7 +223,8 @@ def set_at(data: Any, path: FieldPath, value: Any) -> Any:
     """
     if not path:
         return value
-    part, below = path[0], set_at(get_at(data, path[:1]), path[1:], value)
+    part = path[0]
+    below = set_at(get_at(data, path[:1]), path[1:], value)
     inserted = [] if below == REMOVE else [below]
     if isinstance(data, list) and isinstance(part, int):
         return [*data[:part], *inserted, *data[part + 1 :]]
@@ -249,7 +253,8 @@ def create_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
     setting one of its values keeps the others.
     """
     for end in range(len(path)):
-        value, parent = get_at(data, path[:end]), spec_at(spec, data, path[:end])
+        value = get_at(data, path[:end])
+        parent = spec_at(spec, data, path[:end])
         if isinstance(value, Mapping | list):
             continue
         value = parent.default if value is MISSING or value is None else parent.with_tag(value)
@@ -280,12 +285,15 @@ def _merge_over(spec: FieldSpec, base: Any, override: Any) -> Any:
 
 def apply_suggestion(spec: FieldSpec, data: Any, violation: Violation) -> Any:
     """Apply a violation's suggestion to raw data."""
-    path, nearest = violation.path, violation.nearest
+    path = violation.path
+    nearest = violation.nearest
     if nearest is MISSING:
         return data
     if isinstance(nearest, Rename):
-        renamed, nearest = (*path[:-1], nearest.to), get_at(data, path)
-        data, path = set_at(data, path, REMOVE), renamed
+        renamed = (*path[:-1], nearest.to)
+        nearest = get_at(data, path)
+        data = set_at(data, path, REMOVE)
+        path = renamed
         nearest = _merge_over(spec_at(spec, data, path), get_at(data, path), nearest)
     return set_at(create_parents(spec, data, path), path, nearest)
 

@@ -134,7 +134,8 @@ class _LoadState:
 
     def merge(self, overrides: Sequence[str]) -> MergedData:
         """Merge all layers and overrides in order; an impossible override is a violation."""
-        merged, parsed = MergedData(self.cls), []
+        merged = MergedData(self.cls)
+        parsed = []
         for text in overrides:
             try:
                 path, operator, value = parse_override(text)
@@ -205,7 +206,8 @@ class _LoadState:
 
     def _add_layer(self, layer: ConfigLayer, chain: tuple[Path, ...]) -> None:
         """Add a layer after its bases, and import its plugins."""
-        folder, bases = layer.folder or Path.cwd(), layer.data.get(BASE, [])
+        folder = layer.folder or Path.cwd()
+        bases = layer.data.get(BASE, [])
         names: dict[FieldPath, str] = {(BASE,): bases} if isinstance(bases, str) else {}
         errors: dict[FieldPath, tuple[Any, str, Any]] = {}
         if _is_string_list(bases):

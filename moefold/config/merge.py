@@ -92,7 +92,8 @@ class MergedData:
             for leaf, _ in leaves(override, path):
                 self.origins[leaf] = layer.origin(leaf)
             return override
-        merged, combined = dict(lower), {**lower, **override}
+        merged = dict(lower)
+        combined = {**lower, **override}
         for key, item in override.items():
             child = child_spec(spec, combined, key)
             merged[key] = self._merge(child, lower.get(key, MISSING), item, (*path, key), layer)
@@ -121,10 +122,12 @@ class MergedData:
                 rule = f"{dotted(path[:end]) or 'the run'} {rule}"
                 return Violation(path[: end + 1], None, rule, id="override", where=text)
         self.data = create_parents(self.spec, self.data, path)
-        parent, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
+        parent = spec_at(self.spec, self.data, path[:-1])
+        holder = get_at(self.data, path[:-1])
         tagged = {str(path[-1]): value}
         if isinstance(holder, Mapping) and changes_kind(parent, holder, tagged):
-            path, value = path[:-1], tagged  # another kind replaces the whole mapping
+            path = path[:-1]
+            value = tagged  # another kind replaces the whole mapping
         value = spec_at(self.spec, self.data, path).with_tag(value)
         self.origins.drop(path)
         self.data = set_at(self.data, path, value)

@@ -60,7 +60,8 @@ def json_schema(cls: type[Record]) -> dict[str, Any]:
 
         def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
             """Describe each field by its docstring."""
-            made, record = super().model_schema(schema), schema["cls"]
+            made = super().model_schema(schema)
+            record = schema["cls"]
             for name, text in _field_docstrings(record).items():
                 if name in record.model_fields:
                     key = record.model_fields[name].alias or name
@@ -71,7 +72,8 @@ def json_schema(cls: type[Record]) -> dict[str, Any]:
             return False
 
     refs, definitions = models_json_schema([(cls, "validation")], schema_generator=Generator)
-    ref, definitions_by_name = refs[cls, "validation"], definitions["$defs"]
+    ref = refs[cls, "validation"]
+    definitions_by_name = definitions["$defs"]
     own = definitions_by_name[ref["$ref"].rsplit("/", 1)[1]]
     own["properties"] = {"base": _BASE, **own["properties"]}
     return {"$schema": DRAFT, **ref, "$defs": definitions_by_name}

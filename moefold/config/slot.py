@@ -40,7 +40,8 @@ class Slot:
     @property
     def kinds(self) -> dict[str, type[Record]]:
         """Record classes by kind: those of the package sorted by module, then all others."""
-        folder, self._package = self._package, None
+        folder = self._package
+        self._package = None
         if folder is not None:
             for module in iter_modules(import_module(folder).__path__):
                 import_module(f"{folder}.{module.name}")

@@ -192,8 +192,10 @@ def _clamp(option: Option, number: int | float) -> Iterator[int | float]:
 
     Yields nothing for a real number beyond an exclusive bound, which has no nearest legal value.
     """
-    bounds, integer = option.bounds, option.kind == "int"
-    above, below = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
+    bounds = option.bounds
+    integer = option.kind == "int"
+    above = bounds.get("gt", -math.inf)
+    below = bounds.get("lt", math.inf)
     if not above < number < below and not integer:
         return
     most = MOST[option.kind]
@@ -237,7 +239,8 @@ def _minimal_values(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
         elif option.kind == "literal":
             yield from option.of
         elif option.kind in ("int", "float"):
-            low, high = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
+            low = bounds.get("gt", -math.inf)
+            high = bounds.get("lt", math.inf)
             inner = max(low + 1, min(high - 1, 0))
             between = (low + high) / 2 if math.isfinite(high - low) else inner
             yield from (clamped for number in (1, 0, between) for clamped in _clamp(option, number))

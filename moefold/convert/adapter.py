@@ -170,8 +170,10 @@ class AdapterTensors(Mapping[str, Tensor]):
         Raises:
             ConvertError: if it contains NaN or an infinity.
         """
-        weight, end = name[: -len(LORA_A)], name[-len(LORA_A) :]
-        parts, low_rank = self.peft.stored[weight], self.peft.adapters[weight]
+        weight = name[: -len(LORA_A)]
+        end = name[-len(LORA_A) :]
+        parts = self.peft.stored[weight]
+        low_rank = self.peft.adapters[weight]
         tensor = torch.zeros(_shape_of(parts[0].site.weight.shape, low_rank.rank, end, parts[0]))
         for part in parts:
             values = self._from_peft(part, end)
@@ -191,7 +193,8 @@ class AdapterTensors(Mapping[str, Tensor]):
 
     def _from_peft(self, stored: StoredAdapter, end: str) -> Tensor:
         """Return A or B of one site in the model's layout."""
-        site, rank = stored.site, stored.rank
+        site = stored.site
+        rank = stored.rank
         is_a = end == LORA_A
         try:
             reads_a = is_a != stored.exchanged

@@ -150,7 +150,8 @@ class _ExportReader:
     def __init__(
         self, folder: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     ) -> None:
-        self._folder, self._tensors = folder, tensors
+        self._folder = folder
+        self._tensors = tensors
         self._cached: tuple[str, Tensor] | None = None
         names = set(tensors)  # `in` on the mapping itself may read a tensor
         problems = [f"tensor {n} is missing" for n in expected if n not in names]

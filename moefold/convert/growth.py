@@ -33,7 +33,9 @@ from moefold.model.families.sizes import first_moe
 from moefold.spec.decoder import has_routing
 
 Reader = Callable[[str], Tensor]
-ROUTER, W_IN, W_OUT = ".moe.router.weight", ".moe.experts.w_in", ".moe.experts.w_out"
+ROUTER = ".moe.router.weight"
+W_IN = ".moe.experts.w_in"
+W_OUT = ".moe.experts.w_out"
 EXPERT_OUTPUTS = (W_OUT, ".moe.experts.out_bias")
 OUTPUTS = (
     ".attention.o.weight", ".attention.o.bias", ".attention.out.weight", ".ffn.w_out",
@@ -65,8 +67,11 @@ class GrownModel(Mapping[str, Tensor]):
     """The new model's tensors by name, each computed on access."""
 
     def __init__(self, model: Family, decoder: Decoder, read: Reader, notes: Sequence[str]) -> None:
-        self.model, self.decoder, self.notes = model, decoder, tuple(notes)
-        self._read, self._targets = read, meta_state_dict(decoder)
+        self.model = model
+        self.decoder = decoder
+        self.notes = tuple(notes)
+        self._read = read
+        self._targets = meta_state_dict(decoder)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
@@ -90,7 +95,8 @@ def upcycle(
         ValueError: if the experts cannot be divided evenly among the models.
     """
     router = config.model.effective_router
-    shards, copies = growth.granularity, router.experts // growth.granularity
+    shards = growth.granularity
+    copies = router.experts // growth.granularity
     if copies % len(sources):
         unit = len(sources) * shards
         nearest = max(1, round(copies / len(sources))) * unit
@@ -100,7 +106,8 @@ def upcycle(
 
     def read(name: str) -> Tensor:
         if name.endswith(ROUTER):
-            shape, std = (copies, config.decoder.hidden), config.decoder.init_std
+            shape = (copies, config.decoder.hidden)
+            std = config.decoder.init_std
             rng = torch.Generator().manual_seed(growth.seed * 1_000_003 + int(name.split(".")[1]))
             return (std * torch.randn(shape, generator=rng)).repeat(shards, 1)
         if not name.endswith((W_IN, W_OUT)):
@@ -154,8 +161,10 @@ def grow(
     Raises:
         ValueError: if there is no such model.
     """
-    router, notes = source.model.effective_router, list[str]()
-    old, new = router.experts, growth.experts or router.experts
+    router = source.model.effective_router
+    notes = list[str]()
+    old = router.experts
+    new = growth.experts or router.experts
     times = new // old
     if new != old and router.groups is not None:
         raise ValueError("--experts: cannot be changed in a model with group-limited routing")
@@ -198,7 +207,9 @@ def resize(
     source: Family, decoder: Decoder, read: Reader, growth: Growth, notes: Sequence[str]
 ) -> GrownModel:
     """Return a wider model with more layers, inserted evenly after the leading dense ones."""
-    blocks, shape, times = decoder.blocks, source.shape, growth.hidden_times
+    blocks = decoder.blocks
+    shape = source.shape
+    times = growth.hidden_times
     layers = growth.layers or len(blocks)
     if layers < len(blocks):
         raise ValueError(f"--layers: {layers} must be at least the source's {len(blocks)}")
@@ -254,7 +265,8 @@ def tile(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _copies_preserve_output(source: ParsedConfig) -> bool:
     """Return whether copies of an expert are chosen together, and their sum is its output."""
-    router, moe = source.model.effective_router, first_moe(source.decoder)
+    router = source.model.effective_router
+    moe = first_moe(source.decoder)
     softmax = router.score == "softmax"
     if softmax and router.order == "score_first" and router.selection_bias:
         return False  # probabilities are divided by the copies, the bias is not

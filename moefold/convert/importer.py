@@ -36,7 +36,8 @@ from moefold.model.families.peft_reading import read_adapter
 from moefold.model.tuning import merge_adapter
 from moefold.spec.decoder import LORA_A, LORA_B
 
-_HEAD, _EMBED = "head.weight", "embed.weight"
+_HEAD = "head.weight"
+_EMBED = "embed.weight"
 
 
 class FolderTensors(Mapping[str, Tensor]):
@@ -49,7 +50,9 @@ class FolderTensors(Mapping[str, Tensor]):
         copies: Mapping[str, Sequence[str]],
         adapter: AdapterTensors | None = None,
     ) -> None:
-        self._source, self._plan, self._copies = source, plan, copies
+        self._source = source
+        self._plan = plan
+        self._copies = copies
         self._adapter = adapter
         self.targets = plan.targets
         """Shape and dtype of each tensor, on the meta device."""
@@ -84,7 +87,8 @@ class FolderTensors(Mapping[str, Tensor]):
         tensor = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
         used: list[TensorPiece] = []
         for piece in self._plan.parts[name]:
-            outer, inner = box[: len(piece.index)], box[len(piece.index) :]
+            outer = box[: len(piece.index)]
+            inner = box[len(piece.index) :]
             indices = tuple(zip(piece.index, outer, strict=True))
             if not all(start <= i < end for i, (start, end) in indices):
                 continue
@@ -128,7 +132,8 @@ class FolderTensors(Mapping[str, Tensor]):
         """Return a box of ``piece``, a tensor on disk whose shape in the model is ``shape``."""
         scale = self._plan.scales.get(piece.name)
         if scale is not None and not scale.name.endswith(MXFP4_SCALES):
-            codes, scales = self._source.read(piece.name), self._source.read(scale.name)
+            codes = self._source.read(piece.name)
+            scales = self._source.read(scale.name)
             full = piece.from_hf(dequantise_fp8(codes, scales, scale.block), shape)
             return full[tuple(slice(start, end) for start, end in box)]
         if piece.rows is not None:
@@ -150,7 +155,8 @@ class FolderTensors(Mapping[str, Tensor]):
             full = self._source.read(piece.name).reshape(shape)
             return full[tuple(slice(*bounds) for bounds in box)]
         # [E, 2, F, D] in the model, [E, 2 * F, D] on disk; or both without E
-        (*experts, gate_up, rows, columns), width = box, shape[-2]
+        (*experts, gate_up, rows, columns) = box
+        width = shape[-2]
         parts = [
             self._source.read_box(
                 piece.name, (*experts, (i * width + rows[0], i * width + rows[1]), columns)
@@ -211,7 +217,8 @@ def import_folder(
         ValueError: if ``config.json`` has anything unsupported.
         ConvertError: with every tensor that is missing, unexpected, or of another shape.
     """
-    own, folder = Path(folder), base_folder(Path(folder))
+    own = Path(folder)
+    folder = base_folder(Path(folder))
     config = config or read_config(folder)
     names = {mapping.param: mapping.hf_names[0] for mapping in config.model.tensors}
     source: Weights
@@ -305,7 +312,8 @@ def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors
 
 def _tokenizer_notes(folder: Path) -> Iterator[str]:
     """Yield notes on a folder's tokenizer."""
-    file, config = folder / TOKENIZER, folder / TOKENIZER_CONFIG
+    file = folder / TOKENIZER
+    config = folder / TOKENIZER_CONFIG
     if not file.is_file():
         yield f"{folder} has no tokenizer.json; the checkpoint will have no tokenizer"
         return

@@ -133,7 +133,8 @@ def _read_dcp(folder: Path) -> dict[str, _PickledTensor]:
     Raises:
         ConvertError: if the metadata has an unknown structure or refers to missing data.
     """
-    metadata, problems = _read_metadata(folder / METADATA), list[str]()
+    metadata = _read_metadata(folder / METADATA)
+    problems = list[str]()
     found: dict[str, _PickledTensor] = {}
     try:
         locations = {
@@ -143,7 +144,8 @@ def _read_dcp(folder: Path) -> dict[str, _PickledTensor]:
         for name, entry in metadata.state_dict_metadata.items():
             if "chunks" not in vars(entry):
                 continue  # not a tensor
-            shape, dtype = tuple(entry.size), entry.properties.state[0]
+            shape = tuple(entry.size)
+            dtype = entry.properties.state[0]
             parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
             numbers = [n for offsets, sizes in parts for n in (*offsets, *sizes)]
             if min(numbers, default=0) < 0 or not tiles(shape, parts):
@@ -166,7 +168,9 @@ def _read_dcp(folder: Path) -> dict[str, _PickledTensor]:
 
 def _location_problems(folder: Path, name: str, info: Any) -> Iterator[str]:
     """Yield the problems of a box's location as the metadata has it."""
-    file, start, size = str(info.relative_path), int(info.offset), int(info.length)
+    file = str(info.relative_path)
+    start = int(info.offset)
+    size = int(info.length)
     path = folder / file
     if file != path.name or "\0" in file or not path.is_file():
         yield f"{name}: {file[:80]!r} is not a file in the folder"

@@ -37,7 +37,8 @@ SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 """Dtypes of scales; bytes are exponents as in E8M0."""
 ACTIVATION_SCALES = re.compile(r".*[._](input|activation|input_activation)_scale(_inv)?")
 """Names of scales for products of quantised activations."""
-MXFP4_CODES, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_CODES = "_blocks"
+MXFP4_SCALES = "_scales"
 """Name suffixes of an MXFP4 tensor's codes and their scales."""
 MXFP4_BLOCK = 32
 """Elements that share a scale, two per byte."""
@@ -80,12 +81,14 @@ def contract(
     for name, value, known in (("dtype", dtype, Dtype), ("layout", layout, Layout)):
         if value not in get_args(known):
             raise ValueError(f"{name} {value!r}: must be one of {', '.join(get_args(known))}")
-    params, entries = meta_state_dict(decoder), dict[str, ExportTensor]()
+    params = meta_state_dict(decoder)
+    entries = dict[str, ExportTensor]()
     family = family_of(decoder)
     copies = family.copies(decoder)
     mappings = find_mappings(resolve_rows(family.tensors, decoder), params)
     for name, (mapping, layer) in mappings.items():
-        kept, shape = torch.float32 if exact in name else WEIGHT_DTYPES[dtype], params[name].shape
+        kept = torch.float32 if exact in name else WEIGHT_DTYPES[dtype]
+        shape = params[name].shape
         again = (TensorPiece(copy, shape, ()) for copy in copies.get(name, ()))
         for piece in (*pieces(mapping, layer, shape, layout), *again):
             entry = ExportTensor(**vars(piece), dtype=kept, param=name, full_shape=shape)
@@ -262,7 +265,8 @@ def _code_problems(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> Ite
 
     Codes are bytes ``[E, out, in / 32, 16]``, their scales ``[E, out, in / 32]``.
     """
-    codes, scales = piece.name + MXFP4_CODES, piece.name + MXFP4_SCALES
+    codes = piece.name + MXFP4_CODES
+    scales = piece.name + MXFP4_SCALES
     if scales not in present:
         yield (
             f"{scales} is missing, but needed to dequantise {codes} in {present[codes].file}; "

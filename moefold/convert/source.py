@@ -80,7 +80,9 @@ class Weights(ABC):
     """
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo], notes: list[str]) -> None:
-        self.folder, self.tensors, self.notes = folder, tensors, notes
+        self.folder = folder
+        self.tensors = tensors
+        self.notes = notes
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor as stored, on the host."""
@@ -151,7 +153,8 @@ class SafetensorsWeights(Weights):
                     problems.append(f"{name} is both in {self.tensors[name].file} and in {file}")
                 self.tensors[name] = TensorInfo(file, view.get_dtype(), tuple(view.get_shape()))
             if indexed is not None:
-                missing, extra = sorted(indexed - set(names)), sorted(set(names) - indexed)
+                missing = sorted(indexed - set(names))
+                extra = sorted(set(names) - indexed)
                 problems += [f"{n} is not in {file}, where {INDEX} lists it" for n in missing]
                 problems += [f"{n} is in {file}, where {INDEX} does not list it" for n in extra]
         if problems:

@@ -114,7 +114,8 @@ def stream_weights(
     Raises:
         ValueError: if a row of a tensor is larger than a bucket, or the run trains adapters.
     """
-    ranks, decoder = data.placed.world.on_host, data.placed.model.record
+    ranks = data.placed.world.on_host
+    decoder = data.placed.model.record
     if adapter_scales(decoder):
         raise ValueError(
             "cannot stream the weights of a run with adapters; save a checkpoint and use moefold "
@@ -136,7 +137,8 @@ def stream_weights(
         used = spans[-1].offset + spans[-1].size
         filled = 0
         for index, (rank, named) in enumerate(zip(ranks.ranks, boxes, strict=True)):
-            parts, message = list(_intersections(spans, named)), own
+            parts = list(_intersections(spans, named))
+            message = own
             size = sum(part.size for part in parts)
             if index and size:
                 message = torch.empty(size, dtype=torch.uint8)
@@ -190,7 +192,8 @@ def pack_buckets(sent: Iterable[ExportTensor], bucket_bytes: int) -> Iterator[tu
             rows = entry.shape[0] if small else (bucket_bytes - offset) // row
             if rows == 0 or offset + rows * row > bucket_bytes:
                 yield tuple(spans)
-                spans, offset = [], 0
+                spans = []
+                offset = 0
                 continue
             end = min(first + rows, entry.shape[0])
             spans.append(RowRange(entry, first, end, offset))
@@ -228,7 +231,8 @@ def _unpack(parts: Iterable[SpanPart], packed: Tensor, bucket: Tensor) -> None:
     """Copy a rank's parts into a bucket."""
     start = 0
     for part in parts:
-        span, dtype = part.span, part.span.sent.dtype
+        span = part.span
+        dtype = part.span.sent.dtype
         raw = bucket[span.offset : span.offset + span.size].view(dtype)
         values = packed[start : start + part.size].clone().view(dtype).view(part.shape)
         if part.sent.rows is None:

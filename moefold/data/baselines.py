@@ -23,7 +23,8 @@ from moefold.data.order import evenly_spaced
 from moefold.data.packing import MaskedCorpus
 from moefold.data.prepare import PreparedData
 
-_TRAIN_TOKENS, _TEXT_BYTES = 20_000_000, 16_000_000
+_TRAIN_TOKENS = 20_000_000
+_TEXT_BYTES = 16_000_000
 _DENSE_CELLS = 1 << 24  # larger tables are counted by sorting
 Pairs = tuple[np.ndarray, np.ndarray]
 """int64 [N] contexts and int64 [N] the ids that follow them."""
@@ -45,7 +46,8 @@ def compute_baselines(prepared: PreparedData) -> dict[str, float]:
             "watch.evaluate.baselines cannot be measured on conversations, in which only answers "
             "are predicted; set baselines: []"
         )
-    size, token_bytes = prepared.tokenizer.size, prepared.tokenizer.token_bytes
+    size = prepared.tokenizer.size
+    token_bytes = prepared.tokenizer.token_bytes
     held_out = list(_sample_documents(prepared.valid[0].corpus, _TEXT_BYTES))
     tokens_per_part = max(_TRAIN_TOKENS // max(len(prepared.train), 1), 1)
     train = [ids for p in prepared.train for ids in _sample_documents(p.corpus, tokens_per_part)]
@@ -79,7 +81,8 @@ def _sample_documents(corpus: Corpus, tokens: int) -> Iterator[np.ndarray]:
 
 def _ngrams(documents: list[np.ndarray], order: int, vocab: int) -> Pairs:
     """Return each context of ``order`` ids, encoded as one number, and the id after it."""
-    contexts, following = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    contexts = [np.zeros(0, np.int64)]
+    following = [np.zeros(0, np.int64)]
     for ids in documents:
         n = len(ids) - order
         if n > 0:

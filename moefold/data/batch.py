@@ -124,7 +124,8 @@ class MicroBatch:
         lengths_N = torch.tensor(self.lengths, dtype=torch.int64, device=device)
         end_T = lengths_N.cumsum(0).repeat_interleave(lengths_N)
         from_T = torch.arange(self.rows, device=device)
-        later_T, inside_T = from_T[: self.n_valid] + by, torch.zeros_like(self.valid_T)
+        later_T = from_T[: self.n_valid] + by
+        inside_T = torch.zeros_like(self.valid_T)
         inside_T[: self.n_valid] = later_T < end_T
         from_T[: self.n_valid] = later_T.minimum(end_T - 1)
         labels_T = self.labels_T[from_T].where(inside_T, IGNORE_INDEX)
@@ -152,7 +153,8 @@ def zigzag_rows(rows: int, index: int, ranks: int) -> tuple[range, ...]:
         return (range(rows),)
     piece = rows // (2 * ranks)
     assert piece * 2 * ranks == rows, (rows, ranks)
-    first, last = index * piece, (2 * ranks - 1 - index) * piece
+    first = index * piece
+    last = (2 * ranks - 1 - index) * piece
     return range(first, first + piece), range(last, last + piece)
 
 
@@ -189,9 +191,13 @@ def assemble(
     assert valid == len(labels_T) == sum(lengths) <= rows, (valid, len(labels_T), rows)
     lengths_N = np.asarray(lengths, dtype=np.int64)
     starts_N = np.cumsum(lengths_N) - lengths_N
-    ids, labels = np.zeros(rows, np.int64), np.full(rows, IGNORE_INDEX, np.int64)
-    positions, inside = np.zeros(rows, np.int64), np.zeros(rows, np.bool_)
-    ids[:valid], labels[:valid], inside[:valid] = ids_T, labels_T, True
+    ids = np.zeros(rows, np.int64)
+    labels = np.full(rows, IGNORE_INDEX, np.int64)
+    positions = np.zeros(rows, np.int64)
+    inside = np.zeros(rows, np.bool_)
+    ids[:valid] = ids_T
+    labels[:valid] = labels_T
+    inside[:valid] = True
     positions[:valid] = np.arange(valid) - np.repeat(starts_N, lengths_N)
     numbers = np.arange(rows, dtype=np.int64) if token_T is None else token_T
     return MicroBatch(
@@ -233,7 +239,8 @@ def pack_last_tokens(texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBa
     """Pack the last token of each text as a segment of one row, at its position in the text."""
     valid = len(texts)
     rows = round_up(valid, pad_to)
-    token_T, none = torch.arange(rows), [0] * (rows - valid)
+    token_T = torch.arange(rows)
+    none = [0] * (rows - valid)
     return MicroBatch(
         ids_T=torch.tensor([text[-1] for text in texts] + none),
         labels_T=torch.full_like(token_T, IGNORE_INDEX),
@@ -268,7 +275,8 @@ def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
         shifted_BS = labels_BS.to(torch.int64)
     else:
         raise ValueError(f"labels {list(labels_BS.shape)} and ids {[b, s]} differ in shape")
-    device, labels_T = ids_BS.device, shifted_BS.reshape(-1)
+    device = ids_BS.device
+    labels_T = shifted_BS.reshape(-1)
     return MicroBatch(
         ids_T=ids_BS.reshape(-1).to(torch.int64),
         labels_T=labels_T,

@@ -55,7 +55,8 @@ class BlockDigests:
             view = view[len(part) :]
             if self._filled == BLOCK_BYTES:
                 self._done.append(self._hash.hexdigest())
-                self._hash, self._filled = sha256(), 0
+                self._hash = sha256()
+                self._filled = 0
 
     def hexdigests(self) -> list[str]:
         """Return the digests of all bytes so far."""

@@ -27,7 +27,8 @@ SOURCE = Slot("source", tag="source")
 
 BYTES = 256
 MAX_IDS = 1 << 24
-SENTENCEPIECE, TEKKEN = "tokenizer.model", "tekken.json"
+SENTENCEPIECE = "tokenizer.model"
+TEKKEN = "tekken.json"
 """Names of files with tokenizers that must be converted."""
 MAX_TRAINED = 1 << 20
 """Ids of a tokenizer that is trained; the library reserves memory for all of them at once."""
@@ -295,7 +296,8 @@ class Data(Record):
         """Source names are unique, validation sets have no holdout, sources fit the tokenizer."""
         sources = [(("train", i), source) for i, source in enumerate(self.train)]
         sources += [(("valid", i), source) for i, source in enumerate(self.valid)]
-        taken, seen = {source.label for _, source in sources}, Counter[str]()
+        taken = {source.label for _, source in sources}
+        seen = Counter[str]()
         for path, source in sources:
             label = source.label
             seen[label] += 1

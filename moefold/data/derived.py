@@ -28,7 +28,9 @@ class StoredFacts:
     """The folder in which such facts are stored; ``writes`` is false for a trial run."""
 
     def __init__(self, folder: Path, on_progress: Progress, writes: bool = True) -> None:
-        self._folder, self._on_progress, self._writes = folder, on_progress, writes
+        self._folder = folder
+        self._on_progress = on_progress
+        self._writes = writes
 
     def check(self, label: str, file: CheckedFile) -> str:
         """Let a file be compared with the digests of its blocks, computed at first use.

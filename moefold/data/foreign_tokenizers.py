@@ -19,10 +19,16 @@ from typing import Any
 from moefold.data.config import BYTES, TEKKEN, DataError
 from moefold.files import read_json, write_json, write_text
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER = 4
+_UNUSED = 5
 """Types of pieces in a SentencePiece file."""
-_UNIGRAM, _BPE = 1, 2
-_STARTS, _ENDS = ("<s>", "<bos>"), ("</s>", "<eos>", "<|endoftext|>")
+_UNIGRAM = 1
+_BPE = 2
+_STARTS = ("<s>", "<bos>")
+_ENDS = ("</s>", "<eos>", "<|endoftext|>")
 _MAX_BYTES = 1 << 26
 _NEVER = -100.0
 """Score of pieces that text does not contain: lower than that of any other."""
@@ -32,7 +38,8 @@ _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+_LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_SHORT}"
@@ -156,7 +163,8 @@ def _from_sentencepiece(
         processor = library.SentencePieceProcessor(model_proto=data)
     except Exception as error:  # protobuf and sentencepiece have no common class of errors
         raise _no_tokenizer(file) from error
-    kind, pieces = proto.trainer_spec.model_type, list(proto.pieces)
+    kind = proto.trainer_spec.model_type
+    pieces = list(proto.pieces)
     if not pieces:
         raise _no_tokenizer(file)
     names = [piece.piece for piece in pieces]
@@ -227,7 +235,8 @@ def _unigram(proto: Any, pieces: Sequence[Any]) -> dict[str, Any]:
 
 def _spaces(spec: Any, byte_fallback: bool) -> dict[str, Any]:
     """Return the normalizer and the decoder: what becomes of characters and spaces."""
-    steps, decode = list[dict[str, Any]](), [_replace({"String": _SPACE}, " ")]
+    steps = list[dict[str, Any]]()
+    decode = [_replace({"String": _SPACE}, " ")]
     if spec.precompiled_charsmap:
         charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
@@ -279,14 +288,16 @@ def _from_tiktoken(
         where = f"{file}:{number}"
         try:
             encoded, rank_text = line.split()
-            token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
+            token = base64.b64decode(encoded, validate=True)
+            rank = int(rank_text)
         except (ValueError, binascii.Error) as error:
             raise DataError(f"{where}: is not base64 and a rank; get a new copy") from error
         if token in ranks:
             raise DataError(f"{where}: the token {token!r} occurs twice; get a new copy")
         if rank in taken:
             raise DataError(f"{where}: has the rank {rank} of line {taken[rank]}; get a new copy")
-        ranks[token], taken[rank] = rank, number
+        ranks[token] = rank
+        taken[rank] = number
     highest = max(taken)
     special = _named_special(file) or {t: i for t, i in special.items() if i > highest}
     if overlapping := [token for token, i in special.items() if i in taken]:
@@ -310,8 +321,10 @@ def _named_special(file: Path) -> dict[str, int]:
 def _from_tekken(file: Path) -> tuple[dict[str, Any], Callable[[str], list[int]]]:
     whole = read_json(file, DataError, _MAX_BYTES)
     try:
-        config, vocab = whole["config"], whole["vocab"]
-        regex, size = config["pattern"], int(config["default_vocab_size"])
+        config = whole["config"]
+        vocab = whole["vocab"]
+        regex = config["pattern"]
+        size = int(config["default_vocab_size"])
         n_special = int(config["default_num_special_tokens"])
         listed = whole.get("special_tokens")
         if listed is None:
@@ -444,7 +457,8 @@ def write_tokenizer(file: Path, folder: Path, pattern: str | None = None) -> int
     Raises:
         DataError: as :func:`convert_tokenizer`, or if the folder has a ``tokenizer.json``.
     """
-    target, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    target = folder / "tokenizer.json"
+    config = folder / "tokenizer_config.json"
     if target.exists():
         raise DataError(f"{target}: exists; name another folder, or remove it first")
     text = convert_tokenizer(file, pattern)

@@ -40,7 +40,8 @@ DTYPES: dict[int, type[np.integer]] = {
 """Dtypes of ids by code; codes 6 and 7 of the format are floating-point dtypes."""
 _HEADER = struct.Struct("<9sQBQQ")
 _UINT16_VOCAB = 65500  # from this size on, the format's writers use int32
-_SAMPLE_BYTES, _SAMPLE_COUNT = 1 << 16, 64
+_SAMPLE_BYTES = 1 << 16
+_SAMPLE_COUNT = 64
 _CHUNK = 1 << 20
 """Entries of an index that are checked at a time, so that memory is bounded."""
 
@@ -198,7 +199,8 @@ class IndexedDataset:
 
     def _read_index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return lengths and offsets of sequences, and marks of documents."""
-        size, at = self.idx.stat().st_size, _HEADER.size
+        size = self.idx.stat().st_size
+        at = _HEADER.size
         if size < at:
             self._fail("header", 0, f"the file has {size} bytes, fewer than the header's {at}")
         with self.idx.open("rb") as file:
@@ -232,7 +234,9 @@ class IndexedDataset:
 
         Marks must start at 0, never decrease, and end with the number of sequences.
         """
-        item, size, n = self.dtype.itemsize, self.file.size, len(lengths)
+        item = self.dtype.itemsize
+        size = self.file.size
+        n = len(lengths)
         end = 0
         for at in range(0, n, _CHUNK):
             end = self._check_sequences(
@@ -255,7 +259,9 @@ class IndexedDataset:
 
     def _check_sequences(self, at: int, lengths: np.ndarray, offsets: np.ndarray, end: int) -> int:
         """Check sequences from ``at`` on, which begin after byte ``end``; return the last's end."""
-        item, size, first = self.dtype.itemsize, self.file.size, _HEADER.size
+        item = self.dtype.itemsize
+        size = self.file.size
+        first = _HEADER.size
         place = first, 4, at
         self._check(lengths < 0, "length of sequence", place, "{} is negative", lengths)
         ends = offsets + lengths.astype(np.int64) * item
@@ -285,18 +291,21 @@ class IndexedDataset:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return int64 ids of tokens ``start`` to ``stop``, numbered across documents."""
         assert 0 <= start <= stop <= self.n_tokens, (start, stop, self.n_tokens)
-        item, parts = self.dtype.itemsize, []
+        item = self.dtype.itemsize
+        parts = []
         s = int(np.searchsorted(self._sequence_starts_1, start, side="right")) - 1
         while start < stop:
             # Without offsets, sequences follow one another without a gap.
-            end, at = stop, start * item
+            end = stop
+            at = start * item
             if self._offsets is not None:
                 first = int(self._sequence_starts_1[s])
                 end = min(stop, int(self._sequence_starts_1[s + 1]))
                 at = int(self._offsets[s]) + (start - first) * item
             data = self.file.read(at, (end - start) * item)
             parts.append(np.frombuffer(data, self.dtype))
-            start, s = end, s + 1
+            start = end
+            s = s + 1
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
     def document(self, i: int) -> np.ndarray:
@@ -404,7 +413,9 @@ class Corpus:
     def __init__(
         self, name: str, dataset: IndexedDataset, vocab: int, chosen: np.ndarray | None = None
     ) -> None:
-        self.name, self.dataset, self.vocab = name, dataset, vocab
+        self.name = name
+        self.dataset = dataset
+        self.vocab = vocab
         lengths = np.diff(dataset.document_starts_1)
         numbers = np.arange(len(dataset)) if chosen is None else chosen
         self._indices = numbers[lengths[numbers] > 0]
@@ -430,7 +441,8 @@ class Corpus:
         assert 0 <= start < self.n_tokens >= rows >= 0, (start, rows, self.n_tokens)
         d = int(np.searchsorted(self._starts_1, start, side="right")) - 1
         while rows:
-            first, end = int(self._starts_1[d]), int(self._starts_1[d + 1])
+            first = int(self._starts_1[d])
+            end = int(self._starts_1[d + 1])
             taken = min(rows, end - start)
             number = int(self._indices[d])
             base = int(self.dataset.document_starts_1[number]) + start - first

@@ -89,8 +89,13 @@ class Loader:
         for _, size in sizes.stages:
             if size % micro_batch:
                 raise ValueError(f"batch {size} must be a multiple of micro_batch {micro_batch}")
-        self.prepared, self.seq, self.sizes, self.micro_batch = prepared, seq, sizes, micro_batch
-        self._seed, self._rank, self._ranks = seed, rank, ranks
+        self.prepared = prepared
+        self.seq = seq
+        self.sizes = sizes
+        self.micro_batch = micro_batch
+        self._seed = seed
+        self._rank = rank
+        self._ranks = ranks
         self.rows = round_up(micro_batch * seq, pad_to)
         """Number of rows T of each micro-batch."""
         self._parts = prepared.train
@@ -105,7 +110,8 @@ class Loader:
         ``offset`` is added to the sequences of all earlier steps for the number of a step's first
         sequence. It is not zero in a fork of a run with another batch size.
         """
-        self._first, self._offset = start.first, offset
+        self._first = start.first
+        self._offset = offset
         if start == self._start:
             return
         self._start = start
@@ -129,7 +135,8 @@ class Loader:
 
     def readings(self, first: int, end: int) -> tuple[Reading, ...]:
         """Return what steps ``first`` to ``end`` read of each training source."""
-        before, after = self._taken(first), self._taken(end)
+        before = self._taken(first)
+        after = self._taken(end)
         return tuple(
             Reading(
                 part.name,
@@ -215,7 +222,8 @@ class Loader:
             yield from self._ordered_batches(part, None)
 
     def _ordered_batches(self, part: PreparedPart, limit: int | None) -> Iterator[MicroBatch]:
-        name, each = part.name, self.micro_batch
+        name = part.name
+        each = self.micro_batch
         sequences = build_sequences(part.corpus, 0, name, self.seq, require_full=False)
         n = sequences.n_ordered_sequences
         chosen = range(n) if limit is None else evenly_spaced(n, max(limit // self.seq, 1))
@@ -244,7 +252,11 @@ class Loader:
 
         ``first`` is the ``token_T`` of its first row, ``padding`` that of its first padding row.
         """
-        ids, labels, lengths, origins, n_bytes = [], [], [], [], 0.0
+        ids = []
+        labels = []
+        lengths = []
+        origins = []
+        n_bytes = 0.0
         n_bytes_V = self.prepared.tokenizer.n_bytes_V
         for part, pieces in sequences:
             for piece in pieces:

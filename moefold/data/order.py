@@ -74,15 +74,18 @@ class Mixture:
 
     def pick(self, k: int) -> tuple[int, int]:
         """Return the source of sequence k, and how many earlier sequences came from it."""
-        before, after = self.counts(k), self.counts(k + 1)
+        before = self.counts(k)
+        after = self.counts(k + 1)
         return next((i, n) for i, n in enumerate(before) if after[i] > n)
 
     def counts(self, k: int) -> tuple[int, ...]:
         """Return how many of the first k sequences come from each source."""
-        rest, counts = sum(self._integer_weights), []
+        rest = sum(self._integer_weights)
+        counts = []
         for weight in self._integer_weights:
             counts.append((k * weight + rest // 2) // rest)
-            k, rest = k - counts[-1], rest - weight
+            k = k - counts[-1]
+            rest = rest - weight
         return tuple(counts)
 
 

@@ -35,7 +35,9 @@ class TrainSequences(ABC):
         given = given or fresh
         if given.is_between_epochs:  # nothing ties its next epoch to an earlier order
             given = replace(fresh, digest=given.digest, epoch=given.epoch)
-        self.given, self.tokens, self.seq = given, tokens, seq
+        self.given = given
+        self.tokens = tokens
+        self.seq = seq
         self._fresh = replace(fresh, digest=given.digest)
 
     def given_after(self, n: int) -> Given:
@@ -159,7 +161,8 @@ class PackedSequences(TrainSequences):
         self._corpus = corpus
         self._packs = best_fit_decreasing(corpus.lengths.tolist(), seq)
         # Packs of the epoch in progress, by document, and how many of them were given before.
-        self._begun, self._skipped = self._packs, 0
+        self._begun = self._packs
+        self._skipped = 0
         if not self.given.is_between_epochs:
             self._begun, self._skipped = self._pack_rest()
         self.n_sequences = self.n_ordered_sequences = len(self._packs)
@@ -167,14 +170,18 @@ class PackedSequences(TrainSequences):
 
     def _pack_rest(self) -> tuple[list[list[int]], int]:
         """Return the packs of the epoch in progress, and how many of them were given before."""
-        lengths, key = self._corpus.lengths, self.given.key
-        documents, packs, given = list(range(len(lengths))), list[list[int]](), 0
+        lengths = self._corpus.lengths
+        key = self.given.key
+        documents = list(range(len(lengths)))
+        packs = list[list[int]]()
+        given = 0
         cuts = self.given.cuts
         for seq, count in cuts if cuts[-1][0] == self.seq else (*cuts, (self.seq, 0)):
             left = (packs[permuted_index(i, len(packs), key)] for i in range(given, len(packs)))
             documents = sorted(chain.from_iterable(left)) if packs else documents
             packed = best_fit_decreasing(lengths[documents].tolist(), seq)
-            packs, given = [[documents[i] for i in pack] for pack in packed], count
+            packs = [[documents[i] for i in pack] for pack in packed]
+            given = count
         return packs, given
 
     @cached_property
@@ -190,10 +197,13 @@ class PackedSequences(TrainSequences):
 
     def _pack(self, n: int) -> list[int]:
         """Return the documents of the n-th training sequence."""
-        packs, key, position = self._begun, self.given.key, self._skipped + n
+        packs = self._begun
+        key = self.given.key
+        position = self._skipped + n
         if n >= self.n_left:
             epoch, position = self._place(n)
-            packs, key = self._packs, epoch_key(self._fresh.seed, self._fresh.name, epoch)
+            packs = self._packs
+            key = epoch_key(self._fresh.seed, self._fresh.name, epoch)
         return packs[permuted_index(position, len(packs), key)]
 
     def count_tokens(self, first: int, end: int) -> int:
@@ -238,7 +248,8 @@ class MaskedCorpus(Corpus):
 
     def pieces(self, i: int) -> Iterator[DocumentPiece]:
         """Yield the i-th document: a conversation, or the chosen and rejected ones of a pair."""
-        number, ids_N = int(self._indices[i]), self.document(i)
+        number = int(self._indices[i])
+        ids_N = self.document(i)
         marks_N = self._mask.document(number)
         parts = np.flatnonzero(np.diff(marks_N // REJECTED)) + 1
         for start, end in zip((0, *parts), (*parts, len(ids_N)), strict=True):
@@ -258,7 +269,8 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[number]
         assert 0 < length <= capacity, (number, length, capacity)
-        at, space = bisect_left(spaces, length), capacity
+        at = bisect_left(spaces, length)
+        space = capacity
         if at == len(spaces):
             pack = len(packs)
             packs.append([])

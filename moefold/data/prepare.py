@@ -118,7 +118,8 @@ def prepare(
     report = on_progress or (lambda *_: None)
     reserve_handles(HANDLES * len((*data.train, *data.valid)), "data.train and data.valid")
     sources = [(record, _build_source(record)) for record in (*data.train, *data.valid)]
-    key, root = _cache_key(data, sources)[:16], Path(scratch or folder)
+    key = _cache_key(data, sources)[:16]
+    root = Path(scratch or folder)
     for place in dict.fromkeys((Path(folder), root)):
         if (place / key).is_dir():
             try:
@@ -153,7 +154,8 @@ def _draft_folder(root: Path) -> Iterator[Path]:
     ``root``: each holds the folder's lock, which the kernel releases when the process ends.
     """
     prefix = f".preparing-{socket.gethostname()}-"
-    draft, handle = root / f"{prefix}{os.getpid()}-{time.time_ns()}", os.open(root, os.O_RDONLY)
+    draft = root / f"{prefix}{os.getpid()}-{time.time_ns()}"
+    handle = os.open(root, os.O_RDONLY)
     try:
         with suppress(OSError):  # the lock is held, or folders cannot be locked
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,7 +230,9 @@ def _hash(data: bytes, purpose: bytes = b"holdout") -> float:
 def _sample(sources: Sequence[BuiltSource], size: int, on_progress: Progress) -> Iterator[str]:
     """Yield about ``size`` bytes of training text, in pieces sampled evenly over all sources."""
     total = sum(source.size() for _, source in sources if isinstance(source, Source))
-    fraction, done, taken = size / max(total, 1), 0, 0
+    fraction = size / max(total, 1)
+    done = 0
+    taken = 0
     for record, source in sources:
         assert isinstance(source, Source)
         skipped = Skipped()
@@ -256,9 +260,11 @@ def _encode(
     on_progress: Progress,
 ) -> None:
     """Write a source's documents, and their masks, as a pair of token files per side."""
-    total, done = source.size(), 0
+    total = source.size()
+    done = 0
     sides = ["train", "valid"] if record.holdout else ["train"]
-    n_bytes, n_token_bytes = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
+    n_bytes = dict.fromkeys(sides, 0)
+    n_token_bytes = dict.fromkeys(sides, 0)
     with ExitStack() as stack:
         writers = {
             side: stack.enter_context(IndexWriter(_prefix(draft, record, side), tokenizer.size))
@@ -362,13 +368,16 @@ def _open_part(
     folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer, derived: StoredFacts
 ) -> PreparedPart:
     prefix = _prefix(folder, record, side)
-    info, dataset = read_metadata(prefix), IndexedDataset(prefix)
-    counts, stored = (len(dataset), dataset.n_tokens), (info.get("documents"), info.get("tokens"))
+    info = read_metadata(prefix)
+    dataset = IndexedDataset(prefix)
+    counts = (len(dataset), dataset.n_tokens)
+    stored = (info.get("documents"), info.get("tokens"))
     if counts != stored or info.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(f"{metadata_file(prefix)}: does not match the token files beside it")
     if info.get("sampled") not in (None, _sample_digests(prefix)):
         raise DataError(f"{dataset.bin}: the token files differ from those written")
-    corpus, digest = Corpus(record.label, dataset, tokenizer.size), info["digest"]
+    corpus = Corpus(record.label, dataset, tokenizer.size)
+    digest = info["digest"]
     _expect_blocks(dataset, info, "blocks", derived, f"{record.label}.{side}")
     if "mask" in info:
         masks = IndexedDataset(f"{prefix}{MASK}")
@@ -402,7 +411,8 @@ def _indexed_part(
     chosen: np.ndarray,
     derived: StoredFacts,
 ) -> PreparedPart:
-    info, all_chosen = source.metadata, len(chosen) == len(source.dataset)
+    info = source.metadata
+    all_chosen = len(chosen) == len(source.dataset)
     corpus = Corpus(record.label, source.dataset, tokenizer.size, None if all_chosen else chosen)
     if not corpus.n_documents:
         raise UnfitTokens(

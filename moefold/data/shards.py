@@ -111,7 +111,8 @@ class WebDatasetReader(FileReader):
 
     def __init__(self, record: WebDataset) -> None:
         super().__init__(record)
-        self._member, self._field = record.member.lower().lstrip("."), record.field
+        self._member = record.member.lower().lstrip(".")
+        self._field = record.field
         require_webdataset()  # an optional dependency: fail before anything is read
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:

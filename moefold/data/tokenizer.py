@@ -232,7 +232,8 @@ class Tokenizer:
         Tokens are spelt as in byte-level BPE, SentencePiece or WordPiece: ``▁the``, ``<0x0A>``,
         ``##ing``.
         """
-        table, added = [b""] * self.vocab, self._backend.get_added_tokens_decoder()
+        table = [b""] * self.vocab
+        added = self._backend.get_added_tokens_decoder()
         config = json.loads(self.text)
         subword_prefix = config["model"].get("continuing_subword_prefix") or ""
         alphabet: dict[str, bytes] = {}
@@ -289,10 +290,12 @@ def load(path: Path) -> Tokenizer:
     """Load a tokenizer that ``Tokenizer.save`` wrote."""
     config_file = path.with_name(TOKENIZER_CONFIG)
     config = read_json(config_file, DataError)
-    end, vocab = token_text(config.get("eos_token")), config.get("vocab")
+    end = token_text(config.get("eos_token"))
+    vocab = config.get("vocab")
     if end is None or not isinstance(vocab, int):
         raise DataError(f"{config_file}: is damaged: eos_token or vocab is missing")
-    start, files = token_text(config.get("bos_token")), config.get("files")
+    start = token_text(config.get("bos_token"))
+    files = config.get("files")
     tokenizer = Tokenizer(
         _read_text(path),
         end,
@@ -322,7 +325,8 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
     Texts begin with ``start``, the empty string for none; None: as the folder says.
     """
     file = tokenizer_file(path)
-    text, content = _read_text(file), read_json(file, DataError)
+    text = _read_text(file)
+    content = read_json(file, DataError)
     sidecars = read_sidecars(file.parent)
     found = assemble(content, sidecars, str(file.parent))
     if found.changed:

@@ -49,7 +49,8 @@ class TokenizerFiles(dict[str, str]):
         kept = {k: stored[k] for k in (*SPECIAL, *_NAMES) if stored.get(k) is not None}
         files[CONFIG] = json.dumps(kept | {BYTE_LEVEL: byte_level})
         tokens = {"eos_token": end, "bos_token": start}
-        named, tokenizer_config = files.special_tokens(), files.json(TOKENIZER_CONFIG)
+        named = files.special_tokens()
+        tokenizer_config = files.json(TOKENIZER_CONFIG)
         changed: dict[str, Any] = {k: v for k, v in tokens.items() if v and named.get(k) != v}
         if TOKENIZER_CONFIG not in files or "auto_map" in tokenizer_config:
             # Code in the folder is neither run nor kept.
@@ -176,7 +177,8 @@ class TokenizerFiles(dict[str, str]):
 
         ``context``, the model's maximum length in tokens, becomes ``model_max_length``.
         """
-        files, config = dict(self), self.json(TOKENIZER_CONFIG)
+        files = dict(self)
+        config = self.json(TOKENIZER_CONFIG)
         settings = self.generation_config(end_id)
         portable = _for_release_4(config)
         if context is not None and "model_max_length" not in config:

@@ -23,9 +23,11 @@ try:
     import triton
     import triton.language as tl
 
-    IMPORT_ERROR, jit = "", cast(Any, triton.jit)
+    IMPORT_ERROR = ""
+    jit = cast(Any, triton.jit)
 except ImportError as error:
-    IMPORT_ERROR, jit = str(error), cast(Any, lambda kernel: kernel)
+    IMPORT_ERROR = str(error)
+    jit = cast(Any, lambda kernel: kernel)
     tl: Any = SimpleNamespace(constexpr=lambda value: value)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)

@@ -73,7 +73,8 @@ class EagerSink:
     """Runs products at once, so that no rows stay in memory, and queues each weight's sum."""
 
     def __init__(self, queue: DeferredSink) -> None:
-        self._queue, self._sums = queue, dict[Tensor, Tensor]()
+        self._queue = queue
+        self._sums = dict[Tensor, Tensor]()
 
     def deliver(self, weight: Tensor, product: Product) -> None:
         """Run the product and add it to the weight's sum, which the first product queues."""
@@ -113,7 +114,8 @@ def read_parameter(weight: Operand, sink: GradientSink) -> Tensor:
 class _ReadParameter(Function):
     @staticmethod
     def forward(ctx: Any, master: Tensor, value: Tensor, sink: GradientSink) -> Tensor:
-        ctx.master, ctx.sink = master, sink
+        ctx.master = master
+        ctx.sink = sink
         return value.clone()
 
     @staticmethod

@@ -61,7 +61,8 @@ class GroupedQueryAttention(SoftmaxAttention):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
-        x_TD, whole = flow.gather(x_TD), flow.whole
+        x_TD = flow.gather(x_TD)
+        whole = flow.whole
         out_TO = self.heads(x_TD, whole).flatten(1)
         if self.out_gate is not None:
             out_TO = out_TO * self.out_gate(x_TD, whole).sigmoid()
@@ -84,8 +85,10 @@ class GroupedQueryAttention(SoftmaxAttention):
     def _rotated_heads(self, rows: Tensor, norm: RmsNorm | UnitNorm | None, flow: Flow) -> Tensor:
         """Return rows split into heads, normed (before or after the split) and rotated."""
         if norm is not None and self.record.qk_norm == "projection":
-            rows, norm = norm(rows, flow), None
-        x_THd, rope = rows.unflatten(1, (-1, self.record.head_dim)), self.record.rope
+            rows = norm(rows, flow)
+            norm = None
+        x_THd = rows.unflatten(1, (-1, self.record.head_dim))
+        rope = self.record.rope
         if rope is None or self.record.norm_after_rope:
             x_THd = x_THd if rope is None else _norm_and_rotate(x_THd, rope, flow)
             x_THd = x_THd if norm is None else norm(x_THd, flow)
@@ -118,7 +121,8 @@ class ChunkedAttention(GroupedQueryAttention):
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
         """Return the output of attention within chunks, with queries scaled by temperature."""
-        chunk, temperature = self.record.chunk, self.record.temperature
+        chunk = self.record.chunk
+        temperature = self.record.temperature
         if temperature is not None:
             steps_T = (flow.rows.positions_T + 1) // temperature.every
             wide = upcast_dtype(q_THd)
@@ -155,7 +159,8 @@ class LatentAttention(SoftmaxAttention):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
-        record, whole = self.record, flow.whole
+        record = self.record
+        whole = flow.whole
         kv, k_rope = self.kv_down(x_TD, flow).split((record.kv_rank, record.rope_dim), 1)
         kv = self.kv_norm(kv, flow)
         q = x_TD
@@ -182,18 +187,21 @@ class LatentAttention(SoftmaxAttention):
         self, q: Tensor, kv: Tensor, k_rope: Tensor, flow: Flow
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of all heads from the latents."""
-        record, q_THd = self.record, self._queries(q, flow)
+        record = self.record
+        q_THd = self._queries(q, flow)
         kv_THd = self.kv_up(kv, flow).unflatten(1, (-1, record.nope_dim + record.v_dim))
         if record.rope is None:
             k_THn, v_THv = kv_THd.split((record.nope_dim, record.v_dim), 2)
             shared_THr = k_rope[:, None].expand(-1, kv_THd.shape[1], -1)
             return q_THd, torch.cat([k_THn, shared_THr], 2), v_THv.contiguous()
-        angles, layout = flow.angles(record.rope, record.rope_dim), record.rope.layout
+        angles = flow.angles(record.rope, record.rope_dim)
+        layout = record.rope.layout
         return q_THd, *expand(kv_THd, k_rope, *angles, record.nope_dim, layout)
 
     def _queries(self, q: Tensor, flow: Flow) -> Tensor:
         """Return the rotated queries of all heads."""
-        record, up = self.record, self.q if self.q_up is None else self.q_up
+        record = self.record
+        up = self.q if self.q_up is None else self.q_up
         assert up is not None
         q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
         return self._rotate(q_THd, flow)
@@ -224,7 +232,8 @@ class LatentAttention(SoftmaxAttention):
         if not cache.has_rows(self):
             return cache.attend(self, k_T1d, k_T1d, record.kv_rank, scale)
         weight = self.kv_up.operand("weight", flow)
-        w_OC, low = weight.value, weight.low_rank
+        w_OC = weight.value
+        low = weight.low_rank
         if low is not None:
             w_OC = w_OC + low.scale * (low.b.value @ low.a.value)
         w_HdC = w_OC.unflatten(0, (-1, record.nope_dim + record.v_dim))
@@ -237,7 +246,8 @@ class LatentAttention(SoftmaxAttention):
 
 
 def _norm_and_rotate(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) -> Tensor:
-    rotary, dims = rope.dims(x_THd.shape[-1]), x_THd.shape[-1]
+    rotary = rope.dims(x_THd.shape[-1])
+    dims = x_THd.shape[-1]
     angles = flow.angles(rope, rotary)
     if rotary < dims:
         x_THd = x_THd if norm is None else norm(x_THd, flow)

@@ -44,7 +44,8 @@ class KeyValueCache:
         """Return the rows of the next pass: the last one of each text, or all."""
         indices = {tuple(text): i for i, text in enumerate(self._texts)}
         previous = [indices.get(tuple(text[:-1])) for text in texts]
-        unchanged, self.incremental = list(range(len(self._texts))), None not in previous
+        unchanged = list(range(len(self._texts)))
+        self.incremental = None not in previous
         self._texts = [list(text) for text in texts]
         if not self.incremental:
             self._layers.clear()
@@ -82,7 +83,8 @@ class KeyValueCache:
         to the last ``window`` rows of a text, or to its last ``chunk``; ``sinks_H`` is a logit per
         head whose value is zero. Returns None in a pass of whole texts, which needs no cache.
         """
-        lengths, texts = [len(text) for text in self._texts], len(self._texts)
+        lengths = [len(text) for text in self._texts]
+        texts = len(self._texts)
         cached = self._layers.get(layer)
         new = [k_TGd] if isinstance(v_TGv, int) else [k_TGd, v_TGv]
         if cached is None:
@@ -92,7 +94,8 @@ class KeyValueCache:
         if chunk is not None:
             lengths = [(length - 1) % chunk + 1 for length in lengths]
         v_PGLv = k_PGLd[..., :v_TGv] if isinstance(v_TGv, int) else values[0]
-        q_PGRd, mask = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1)), None
+        q_PGRd = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1))
+        mask = None
         if min(lengths) < k_PGLd.shape[2]:  # columns before the start of a text
             ago_L = torch.arange(k_PGLd.shape[2] - 1, -1, -1, device=q_THd.device)
             length_P = torch.tensor(lengths).to(q_THd.device, non_blocking=True)

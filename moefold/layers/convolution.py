@@ -26,11 +26,13 @@ class ConvolutionMixer(Adaptable):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the layer's output [T, D]."""
-        x_TD, whole = flow.gather(x_TD), flow.whole
+        x_TD = flow.gather(x_TD)
+        whole = flow.whole
         w_in = self.operand("w_in", flow)
         h_T3C = linear(x_TD, w_in, n_valid=whole.n_valid, sink=whole.sink)
         taps = flow.operand(self.taps, self.taps.dtype)
-        valid_T, positions_T = whole.valid_T, whole.rows.positions_T
+        valid_T = whole.valid_T
+        positions_T = whole.rows.positions_T
         if valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(valid_T, 0)
         flow.saved_tensors.set_owner("attention", h_T3C)
@@ -79,7 +81,8 @@ def preceding_rows(
             f"convolution reads {reach} rows back: lower cp or raise data.seq"
         )
     last = undo_zigzag(all_gather(transform(pieces[:, -reach:]).flatten(0, 1), ranks), ranks.size)
-    first, second = ranks.index, 2 * ranks.size - 1 - ranks.index
+    first = ranks.index
+    second = 2 * ranks.size - 1 - ranks.index
     start = last[first - 1] if first else torch.zeros_like(last[0])
     return torch.stack([start, last[second - 1]])
 
@@ -92,7 +95,8 @@ def _cached_rows(
     transform: Callable[[Tensor], Tensor],
 ) -> Tensor | None:
     """Cache the last rows of each text; return those before its new row, None for whole texts."""
-    texts, key = cache.text_slices(), (layer, "rows")
+    texts = cache.text_slices()
+    key = (layer, "rows")
     before = cache.states.get(key)
     if before is None:
         last = [F.pad(rows := x_TC[span][-reach:], (0, 0, reach - len(rows), 0)) for span in texts]

@@ -50,8 +50,10 @@ class DeltaMixer(nn.Module):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the layer's output [T, D]."""
-        x_TD, whole = flow.gather(x_TD), flow.whole
-        valid_T, positions_T = whole.valid_T, whole.rows.positions_T
+        x_TD = flow.gather(x_TD)
+        whole = flow.whole
+        valid_T = whole.valid_T
+        positions_T = whole.rows.positions_T
         if valid_T is not None:  # padding rows must not read rows before them
             positions_T = positions_T.where(valid_T, 0)
         inputs = self._convolve(x_TD, positions_T, flow)
@@ -97,7 +99,8 @@ class DeltaMixer(nn.Module):
 
     def _scan(self, inputs: ScanInputs, positions_T: Tensor, flow: Flow) -> Tensor:
         """Return the scan's output [T, H, v], with states from the cache or other context ranks."""
-        ranks, dims = flow.world.group("cp"), (self.record.value_dim, self.record.key_dim)
+        ranks = flow.world.group("cp")
+        dims = (self.record.value_dim, self.record.key_dim)
         if ranks.size == 1 and flow.cache is not None:
             return self._scan_cached(inputs, positions_T, flow.cache)
         if ranks.size == 1:
@@ -114,8 +117,10 @@ class DeltaMixer(nn.Module):
 
     def _scan_cached(self, inputs: ScanInputs, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the scan's output for texts in generation, and update their cached states."""
-        texts, key = cache.text_slices(), (self, "states")
-        state_PHkv, padding = cache.states.get(key), len(positions_T) - texts[-1].stop
+        texts = cache.text_slices()
+        key = (self, "states")
+        state_PHkv = cache.states.get(key)
+        padding = len(positions_T) - texts[-1].stop
         if state_PHkv is not None:
             out_THv, cache.states[key] = recurrent_step(
                 state_PHkv, *_slice_rows(inputs, slice(len(texts)))
@@ -128,7 +133,9 @@ class DeltaMixer(nn.Module):
 
     def _split_heads(self, projected: tuple[Tensor, ...], valid_T: Tensor | None) -> ScanInputs:
         """Return queries, keys, values, log decays and rates by head, wide and finite."""
-        record, (*rows, a_log_H, dt_bias), beta_TH = self.record, projected[:6], None
+        record = self.record
+        (*rows, a_log_H, dt_bias) = projected[:6]
+        beta_TH = None
         if record.delta:
             rows.append(projected[6])
         if valid_T is not None:

@@ -57,7 +57,8 @@ def divergence_and_gradients(
         scale: factor on the gradients.
         chunk: number of rows whose logits exist at once.
     """
-    ranks, labels = flow.world.group("tp"), flow.whole.rows.labels_T
+    ranks = flow.world.group("tp")
+    labels = flow.whole.rows.labels_T
 
     def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
         x_PD = all_gather(x_TD, ranks)
@@ -84,7 +85,8 @@ def divergence_and_gradients(
 
 def compare_full(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compare:
     """Compare with a teacher's full distribution, given its normed rows and head."""
-    x_PD, labels = all_gather(x_TD, flow.world.group("tp")), flow.whole.rows.labels_T
+    x_PD = all_gather(x_TD, flow.world.group("tp"))
+    labels = flow.whole.rows.labels_T
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
         x_CD = torch.where((labels[rows] != IGNORE_INDEX)[:, None], x_PD[rows], 0)
@@ -112,7 +114,8 @@ def compare_top(top_PW: Tensor, head: Operand) -> Compare:
         q_Cv = logq_Cv.exp_()
         q_Ck = torch.where(is_local_Ck, q_Cv.gather(1, local_id_Ck), 0)
         q_Cv.scatter_add_(1, local_id_Ck, -q_Ck)  # exactly 0: only the other tokens' q remain
-        m_C, r_C = rest_C1[:, 0].exp(), sum_(q_Cv.sum(1), ranks)
+        m_C = rest_C1[:, 0].exp()
+        r_C = sum_(q_Cv.sum(1), ranks)
         if ranks.index == 0:
             losses_C += torch.xlogy(m_C, m_C) - torch.xlogy(m_C, r_C)
         q_Cv.mul_(1 - torch.where(r_C > 0, m_C / r_C, 0)[:, None])

@@ -21,11 +21,14 @@ class SwiGlu(Adaptable):
         self, hidden: int, width: int, kind: str = "ffn", gated: bool = False, blocks: int = 1
     ) -> None:
         super().__init__()
-        lead, block_hidden, width = (blocks,) * (blocks > 1), hidden // blocks, width // blocks
+        lead = (blocks,) * (blocks > 1)
+        block_hidden = hidden // blocks
+        width = width // blocks
         self.w_in = nn.Parameter(torch.empty(*lead, 2, width, block_hidden))
         self.w_out = nn.Parameter(torch.empty(*lead, block_hidden, width))
         self.gate = Linear(hidden, 1) if gated else None
-        self._kind, self._blocks = kind, blocks
+        self._kind = kind
+        self._blocks = blocks
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the output [T, D], under the activation policy of this kind of module."""
@@ -39,7 +42,8 @@ class SwiGlu(Adaptable):
                 whole.narrow_operand(getattr(self, name), narrow)
                 for name, narrow in self.narrow.items()
             )
-            x_PD, hidden = flow.gather(x_TD), self.narrow["w_in"].recipe.hidden_format
+            x_PD = flow.gather(x_TD)
+            hidden = self.narrow["w_in"].recipe.hidden_format
             codes = codes_in, codes_out
             share_PD = scaled_ffn(x_PD, *codes, whole.row_runs, flow.sink, hidden=hidden)
         else:
@@ -62,7 +66,8 @@ class LowRankFfn(SwiGlu):
 
     def __init__(self, hidden: int, latent: int, width: int, blocks: int) -> None:
         super().__init__(latent, width, blocks=blocks)
-        self.down, self.up = Linear(hidden, latent), Linear(latent, hidden)
+        self.down = Linear(hidden, latent)
+        self.up = Linear(latent, hidden)
 
     def rows(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the output [T, D], without an activation policy."""

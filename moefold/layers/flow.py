@@ -178,7 +178,8 @@ class Flow:
 
     def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> QuantisedOperand:
         """Return a parameter as the operand of a quantised product."""
-        world, label = self.world, self.world.recorder.label
+        world = self.world
+        label = self.world.recorder.label
         own = self.piece is not None
 
         def largest(amax: Tensor, role: Role, matrices: Sequence[int]) -> Tensor:
@@ -218,7 +219,8 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def local_rows(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]:
     """Return this rank's rows of a micro-batch and, if tp > 1, those of its tensor group."""
-    coordinates, sizes = world.attention, world.folding.sizes
+    coordinates = world.attention
+    sizes = world.folding.sizes
     piece = batch
     if sizes.cp > 1:
         piece = batch.select_rows(zigzag_rows(batch.rows, coordinates.cp, sizes.cp))

@@ -29,7 +29,8 @@ class AmaxHistory(nn.Module):
 
     def __init__(self, matrices: int, steps: int, latest: bool, device: torch.device) -> None:
         super().__init__()
-        self._latest, shape = latest, (len(ROLES), matrices, 1 + steps)
+        self._latest = latest
+        shape = (len(ROLES), matrices, 1 + steps)
         # First the current scaling amax (0: scale 1), then those of past steps, latest first.
         past_RMH = torch.zeros(shape, dtype=torch.float32, device=device)
         self.register_buffer("past_RMH", past_RMH, persistent=False)
@@ -48,10 +49,14 @@ class AmaxHistory(nn.Module):
             matrices: indices of the matrices in the weight.
             record: whether to add ``amax`` to the history.
         """
-        role_index, first, end = ROLES.index(role), matrices[0], matrices[0] + len(matrices)
-        seen_M, now_M = self.seen_RM[role_index], self.past_RMH[role_index, :, 0]
+        role_index = ROLES.index(role)
+        first = matrices[0]
+        end = matrices[0] + len(matrices)
+        seen_M = self.seen_RM[role_index]
+        now_M = self.past_RMH[role_index, :, 0]
         if list(matrices) == [*range(first, end)]:  # no index tensor to copy to the device
-            recorded_M, now_M = seen_M[first:end], now_M[first:end]
+            recorded_M = seen_M[first:end]
+            now_M = now_M[first:end]
             if record:
                 torch.maximum(recorded_M, amax.flatten(), out=recorded_M)
         else:
@@ -64,7 +69,8 @@ class AmaxHistory(nn.Module):
     @torch.no_grad()
     def advance(self) -> None:
         """Append the step's amax to the history, and compute the next scales."""
-        past_RMH, seen_RM = self.past_RMH, self.seen_RM
+        past_RMH = self.past_RMH
+        seen_RM = self.seen_RM
         past_RMH[..., 2:] = past_RMH[..., 1:-1].clone()
         past_RMH[..., 1] = torch.where(seen_RM.isfinite(), seen_RM, 0)
         chosen_RM = past_RMH[..., 1 : 2 if self._latest else None].amax(-1)

@@ -77,11 +77,13 @@ def adapted_operand(
 
     The adapter has dropout only if a ``flow`` is given and in training.
     """
-    weight, record = recipe.operand(owner.get_parameter(name), dtype), owner.adapters.get(name)
+    weight = recipe.operand(owner.get_parameter(name), dtype)
+    record = owner.adapters.get(name)
     if record is None or not recipe.adapts:
         return weight
     a, b = (recipe.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
-    drop, position = None, owner.dropout_positions.get(name)
+    drop = None
+    position = owner.dropout_positions.get(name)
     if position is not None and flow is not None and flow.training:
         row_id_N = flow.row_id_T if row_id_N is None else row_id_N
         key = recipe.seed, position.number
@@ -154,8 +156,10 @@ class Embedding(nn.Module):
     def forward(self, flow: Flow) -> Tensor:
         """Return this rank's rows [T, hidden] in the compute dtype."""
         table = flow.operand(self.weight, self.weight.dtype)
-        whole, ranks = flow.whole, flow.world.group("tp")
-        ids_T, is_local_T = whole.rows.ids_T, None
+        whole = flow.whole
+        ranks = flow.world.group("tp")
+        ids_T = whole.rows.ids_T
+        is_local_T = None
         if ranks.size > 1:
             is_local_T, ids_T = local_vocab_ids(ids_T, self.first_row, len(table.value))
         rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
@@ -182,7 +186,9 @@ class _Lookup(Function):
         sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(ids_T)
-        ctx.master, ctx.n_valid, ctx.sink = table.master, n_valid, sink
+        ctx.master = table.master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
         return table.value.index_select(0, ids_T)
 
     @staticmethod
@@ -194,7 +200,8 @@ class _Lookup(Function):
             return (None,) * 5
 
         def product(into_VD: Tensor | None) -> Tensor:
-            ids, rows = ids_T[:n_valid], dx_TD[:n_valid].to(table.dtype)
+            ids = ids_T[:n_valid]
+            rows = dx_TD[:n_valid].to(table.dtype)
             if into_VD is None:
                 into_VD = torch.zeros_like(table)
             if uses_triton(rows) and into_VD.is_contiguous():

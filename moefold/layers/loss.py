@@ -40,7 +40,8 @@ def loss_and_gradients(
         scale: factor on the gradients, or a factor [P] for each row of the tensor group.
         chunk: number of rows whose logits exist at once.
     """
-    labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
+    labels = flow.whole.rows.labels_T
+    ranks = flow.world.group("tp")
     options: dict[str, Any] = {"scale": scale, "chunk": chunk}
     if ranks.size > 1:
         options |= _vocab_arguments(head, ranks)
@@ -112,8 +113,10 @@ def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tens
     """
     if head.low_rank is not None:
         x_TD, head = append_adapter(x_TD, head)
-    labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
-    x_PD, share = all_gather(x_TD, ranks), _vocab_arguments(head, ranks)
+    labels = flow.whole.rows.labels_T
+    ranks = flow.world.group("tp")
+    x_PD = all_gather(x_TD, ranks)
+    share = _vocab_arguments(head, ranks)
     losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=upcast_dtype(x_PD))
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)

@@ -60,7 +60,8 @@ class RmsNorm(nn.Module):
         if not uses_triton(x_THd):
             return rotate(self(x_THd, flow), *angles, layout)
         # Normed heads before rotation are never saved, so recompute has nothing to drop.
-        weight, options = self.scale(flow), {"n_valid": flow.n_valid, "sink": flow.sink}
+        weight = self.scale(flow)
+        options = {"n_valid": flow.n_valid, "sink": flow.sink}
         with flow.saved_tensors.scope("norms", x_THd):
             return norm_and_rotate(x_THd, weight, self.epsilon, *angles, layout, **options)
 
@@ -140,7 +141,8 @@ class _Unit(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
-        normed, wide = x * scale, dy.to(scale.dtype)
+        normed = x * scale
+        wide = dy.to(scale.dtype)
         dx = scale * (wide - normed * (wide * normed).mean(-1, keepdim=True))
         return dx.to(x.dtype), None
 
@@ -159,7 +161,9 @@ class _ScaleRows(Function):
         sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(x_TD, scale_T1, weight_D)
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        ctx.master = master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
         return x_TD * scale_T1 * weight_D
 
     @staticmethod

@@ -57,7 +57,8 @@ class HostStore:
     threads = 1
 
     def __init__(self, record: OffloadToHost, device: torch.device) -> None:
-        self.record, self._device = record, device
+        self.record = record
+        self._device = device
         self.stats = StoreStats()
         self._copies = AsyncCopies(device, self.threads)
 
@@ -175,8 +176,10 @@ class OffloadedStorage:
     """An offloaded storage, released with its last reference."""
 
     def __init__(self, store: HostStore, written: "Future[Any]", data_N: Tensor) -> None:
-        self._store, self._written = store, written
-        self._size, self._device = data_N.numel(), data_N.device
+        self._store = store
+        self._written = written
+        self._size = data_N.numel()
+        self._device = data_N.device
         self._fetched: tuple[Tensor, Future[None]] | None = None
 
     def __del__(self) -> None:
@@ -218,7 +221,8 @@ class OffloadedLayers:
     """
 
     def __init__(self, in_flight: int) -> None:
-        self._in_flight, self._lowest = in_flight, 1 << 62
+        self._in_flight = in_flight
+        self._lowest = 1 << 62
         self._layers: defaultdict[int, list[ref[OffloadedStorage | PagedRows]]] = defaultdict(list)
 
     def add(self, layer: int, storage: OffloadedStorage | PagedRows) -> None:

@@ -64,8 +64,10 @@ class Narrow(NamedTuple):
     def for_shard(self, shard: Shard) -> "Narrow":
         """Return the record for this rank's shard of the weight."""
         cuts = {dim: axis for axis, dim in shard.placement.cuts.items()}
-        lead, last = int(shard.placement.is_expert), len(shard.shape) - 1
-        (start, end), width = shard.box[last - 1], shard.shape[last - 1]
+        lead = int(shard.placement.is_expert)
+        last = len(shard.shape) - 1
+        (start, end) = shard.box[last - 1]
+        width = shard.shape[last - 1]
         outer = range(*shard.box[lead]) if last - lead > 1 else range(1)
         return self._replace(
             inputs=cuts.get(last, ""),
@@ -137,7 +139,8 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
         narrow = Narrow(recipe, number, not record.scales_per_run)
         if isinstance(record, Fp8Tensor) and record.scaling == "delayed":
             parameter = owner.get_parameter(leaf)
-            matrices, latest = parameter.shape[0] if name in experts else 1, record.amax != "max"
+            matrices = parameter.shape[0] if name in experts else 1
+            latest = record.amax != "max"
             history = AmaxHistory(matrices, record.history, latest, parameter.device)
             owner.add_module(f"{leaf}_history", history)
             narrow = narrow._replace(history=history)
@@ -146,7 +149,8 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
 
 def recipe_of(record: Quantise) -> Recipe:
     """Return the recipe of quantised products for a record."""
-    wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
+    wire = record.wire == "codes"
+    narrow_dw = record.wgrad == "narrow"
     rest = record.block, wire, record.hidden_block, record.backend
     return Recipe(record.kind, record.scale_rule, narrow_dw, *rest)
 
@@ -177,7 +181,8 @@ class PrecisionPolicy:
         self._codes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.in_place_copies = False
         """Whether copies are refreshed in place, because captured graphs read them."""
-        self.seed, self.step = 0, 0
+        self.seed = 0
+        self.step = 0
         """Key of random numbers: stochastic rounding, dropout and routing."""
         self.adapts = True
         """Whether adapters are applied to weights."""

@@ -66,10 +66,13 @@ def _yarn_frequencies(period: Tensor, yarn: Yarn, theta: float, dim: int) -> Ten
             dim * math.log(yarn.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
         )
 
-    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+    low = dim_of(yarn.beta_fast)
+    high = dim_of(yarn.beta_slow)
     if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     width = high - low if high > low else 0.001
     fast_weight = 1 - ((torch.arange(dim // 2).float() - low) / width).clamp(0, 1)
     return 1.0 / (yarn.factor * period) * (1 - fast_weight) + 1.0 / period * fast_weight

@@ -57,7 +57,8 @@ class RoutingDecisions(dict[str, Any]):
         on_new: Callable[[str, Any], None] | None = None,
     ) -> None:
         super().__init__(initial)
-        self._read, self._on_new = read, on_new
+        self._read = read
+        self._on_new = on_new
 
     def for_chunk(self) -> "RoutingDecisions":
         """Return a copy for a pass through one chunk, which adds its own decisions."""
@@ -125,7 +126,9 @@ class SavedTensors:
         chosen = record.modules if isinstance(record, Selective) else chosen
         # Weights of clones are never saved, under any policy.
         self.kinds = frozenset[str]((*chosen, "clones") if clones else chosen)
-        self._record, self._offload, self._computes_loss = record, offload, computes_loss
+        self._record = record
+        self._offload = offload
+        self._computes_loss = computes_loss
         self._discarded = _StorageMap[_DiscardedOutput]()
         """Discarded outputs that are still in memory."""
         self._saved = _StorageMap[Callable[[], OffloadedStorage | PagedRows | None]]()
@@ -140,7 +143,8 @@ class SavedTensors:
         self.recomputing = False
         """Whether the running forward is a recomputation in backward, which offloads nothing."""
         in_flight = 0 if offload is None else offload.record.in_flight
-        self.offloaded, self._spilled = OffloadedLayers(in_flight), OffloadedLayers(in_flight)
+        self.offloaded = OffloadedLayers(in_flight)
+        self._spilled = OffloadedLayers(in_flight)
 
     def for_chunk(self, computes_loss: bool) -> "SavedTensors":
         """Return the policy for a pass through one chunk."""
@@ -177,7 +181,8 @@ class SavedTensors:
 
         ``row_ends``: row offsets of experts, the last of which is the number of valid rows.
         """
-        outermost, owned = self._once is None, self._offload is not None and kind in OWNING_KINDS
+        outermost = self._once is None
+        owned = self._offload is not None and kind in OWNING_KINDS
         if outermost:
             self._once = {}
         if owned:
@@ -273,7 +278,8 @@ class SavedTensors:
         movable = tensor.is_floating_point() or tensor.dtype == torch.uint8  # packed codes
         if self._layer is None or self._offload is None or not movable:
             return None
-        saved, storage = self._saved.get(tensor), tensor.untyped_storage()
+        saved = self._saved.get(tensor)
+        storage = tensor.untyped_storage()
         if saved is not None:
             return saved()
         scopes = (
@@ -358,7 +364,8 @@ class _Recomputation:
     """Recomputes a discarded result on its first use, and frees it after the last."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        self._function, self._inputs = function, inputs
+        self._function = function
+        self._inputs = inputs
         self._outputs: tuple[Tensor, ...] | None = None
         self.pending = 0
 

@@ -52,10 +52,13 @@ class PagedStash:
     """
 
     def __init__(self, record: OffloadToPages, device: torch.device, in_flight: int = 1) -> None:
-        self.record, self._device, self._in_flight = record, device, in_flight
+        self.record = record
+        self._device = device
+        self._in_flight = in_flight
         self.rings: dict[RowFormat, PageRing] = {}
         self.host: dict[RowFormat, PageRing] = {}
-        self.copies, self.in_progress = AsyncCopies(device), list[Future[None]]()
+        self.copies = AsyncCopies(device)
+        self.in_progress = list[Future[None]]()
         self._pages = Pages({}, {})
         self._known: dict[Hashable, Pages] = {}
         self._spilling: deque[tuple[SpillTarget, list[ref[PagedRows]]]] = deque()
@@ -91,7 +94,8 @@ class PagedStash:
         Returns None if there are no pages of this size. With ``spill`` they move to the host.
         """
         width = prod(x_RD.shape[1:])
-        size, row_format = width * x_RD.element_size(), (width, x_RD.dtype)
+        size = width * x_RD.element_size()
+        row_format = (width, x_RD.dtype)
         if not self._pages.device.get(size):
             return None
         args = self.record.page, *row_format, self._device
@@ -130,12 +134,17 @@ class PagedRows:
         ends_E: Tensor,
         spill: SpillTarget | None = None,
     ) -> None:
-        self._stash, self._ring, self._step = stash, stash.rings[row_format], 0
-        self._ends_E, self._capacity, self._spill = ends_E, x_RD.shape[0], spill
+        self._stash = stash
+        self._ring = stash.rings[row_format]
+        self._step = 0
+        self._ends_E = ends_E
+        self._capacity = x_RD.shape[0]
+        self._spill = spill
         self._loaded: Tensor | None = None
         self._copy_done: Future[None] | None = None
         self._page_M = self._ring.put(x_RD.detach().reshape(self._capacity, -1), ends_E[-1])
-        self._on_device, self._leaves_device = True, spill is not None
+        self._on_device = True
+        self._leaves_device = spill is not None
         if spill is not None:
             self._host = stash.host[row_format]
             self._host_M = self._host.allocate(ends_E[-1], self._capacity)

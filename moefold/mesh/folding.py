@@ -28,7 +28,8 @@ class GroupKind(NamedTuple):
         return tuple((stride * (size - 1), 2) for stride, size in runs) if self.ends else runs
 
 
-ATTENTION, EXPERTS = "attention", "experts"
+ATTENTION = "attention"
+EXPERTS = "experts"
 EMBEDDING = "embedding"
 GROUP_KINDS: dict[str, GroupKind] = {
     "tp": GroupKind(ATTENTION, ("tp",), "slices of dense weights"),
@@ -88,7 +89,9 @@ class Folding:
         violations = folding_violations(sizes, world, order)
         if violations:
             raise RunError(violations, source=f"layout {str(sizes)!r}")
-        self.sizes, self.world, self.order = sizes, world, order
+        self.sizes = sizes
+        self.world = world
+        self.order = order
         self.dp = world // (sizes.pp * sizes.cp * sizes.tp)
         self.edp = world // (sizes.pp * sizes.ep * sizes.etp)
         axes = {"tp": sizes.tp, "cp": sizes.cp, "dp": self.dp, "pp": sizes.pp}

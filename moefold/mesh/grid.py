@@ -58,7 +58,8 @@ class Grid:
         runs: list[tuple[int, int]] = []
         for axis, size in self.axes:
             if axis in axes and size > 1:
-                stride, last = self.strides[axis], runs[-1] if runs else (0, 0)
+                stride = self.strides[axis]
+                last = runs[-1] if runs else (0, 0)
                 if last[0] * last[1] == stride:
                     runs[-1] = last[0], last[1] * size
                 else:

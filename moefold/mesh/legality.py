@@ -31,7 +31,8 @@ def size_violations(
 
     ``world`` is the number of ranks, if fixed; ``stages`` are balanced if not given.
     """
-    parsed, parse_error = None, ""
+    parsed = None
+    parse_error = ""
     try:
         parsed = None if stages is None else Stages.parse(stages)
     except ValueError as error:
@@ -78,7 +79,8 @@ def world_violations(
     smallest = sizes.smallest_world
     if world > 0 and world % smallest == 0:
         return
-    below, above = max(world, 0) // smallest * smallest, (max(world, 0) // smallest + 1) * smallest
+    below = max(world, 0) // smallest * smallest
+    above = (max(world, 0) // smallest + 1) * smallest
     nearest = above if below == 0 or above - world < world - below else below
     others = f"{below} or {above}" if below else f"{above}"
     rule = f"must be a multiple of pp * lcm(tp * cp, ep * etp) = {smallest}, such as {others}"
@@ -89,7 +91,8 @@ def world_violations(
 
 def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
     """Yield a violation if the grids disagree on which ranks form a stage."""
-    attention, experts = sizes.tp * sizes.cp, sizes.ep * sizes.etp
+    attention = sizes.tp * sizes.cp
+    experts = sizes.ep * sizes.etp
     if order.endswith("pp") or sizes.pp == 1 or attention == experts:
         return
     rule = (
@@ -106,7 +109,8 @@ def nearest_sizes(
 
     ``most`` bounds the number of stages.
     """
-    requested, chosen = dict(sizes), dict[str, int]()
+    requested = dict(sizes)
+    chosen = dict[str, int]()
     # Schedules with virtual stages need two or more per rank, so pp is reduced for them.
     deepest = most if most is None or sizes.vpp == 1 else most // 2 or most
     for axis in SPLIT_AXES:

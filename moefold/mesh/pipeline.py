@@ -102,7 +102,8 @@ class Stages:
         # With weighted ends stages may differ by any number, and load alone decides.
         each, more = (0, layers) if any(ends) else divmod(layers, count)
         last = () if any(ends) else (0, count - 1)
-        layers_of, load = [each] * count, [float(each * vpp)] * pp
+        layers_of = [each] * count
+        load = [float(each * vpp)] * pp
         load[rank[0]] += ends[0]
         load[rank[-1]] += ends[1]
         for _ in range(more):

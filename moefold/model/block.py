@@ -32,7 +32,9 @@ class DecoderBlock(nn.Module):
         self, record: Block, decoder: Decoder, layer: int, dispatch: Record, expert_kernel: str
     ) -> None:
         super().__init__()
-        hidden, epsilon, kind = decoder.hidden, decoder.norm_epsilon, NORMS[decoder.norm]
+        hidden = decoder.hidden
+        epsilon = decoder.norm_epsilon
+        kind = NORMS[decoder.norm]
 
         def norms(sublayer: str) -> list[RmsNorm | None]:
             present = record.norm_positions(sublayer)
@@ -46,7 +48,8 @@ class DecoderBlock(nn.Module):
             self.moe = build(record.ffn, hidden, layer, dispatch, expert_kernel)
         else:
             self.ffn = build(record.ffn, hidden)
-        self._residual_scale, self._shared_norm = record.residual_scale, record.norms == "shared"
+        self._residual_scale = record.residual_scale
+        self._shared_norm = record.norms == "shared"
         if self.moe is not None:
             self.moe.separate_output = self.ffn_out_norm is not None
             self.moe.residual_scale *= 1.0 if self.moe.separate_output else record.residual_scale
@@ -113,7 +116,9 @@ class MultiTokenBlock(DecoderBlock):
         super().__init__(record, decoder, layer, dispatch, expert_kernel)
         assert record.multi_token is not None
         self.reads = record.multi_token.reads
-        hidden, epsilon, norm = decoder.hidden, decoder.norm_epsilon, NORMS[decoder.norm]
+        hidden = decoder.hidden
+        epsilon = decoder.norm_epsilon
+        norm = NORMS[decoder.norm]
         self.embed_norm = norm(hidden, epsilon)
         self.row_norm = norm(hidden, epsilon)
         self.join = Linear(2 * hidden, hidden)

@@ -142,7 +142,8 @@ class Decoder(Record):
                 for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
                     violations = spec.violations(self.hidden) if isinstance(spec, LayerSpec) else ()
                     yield from (v.under("stacks", i, "blocks", j, name) for v in violations)
-        main, values = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
+        main = self.blocks[: self.layers]
+        values = [block.multi_token for block in self.blocks]
         if not main or any(block.multi_token for block in main):
             rule = "blocks with multi_token must come last, after at least one without"
             yield Violation(("stacks",), values, rule)

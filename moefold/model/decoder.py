@@ -135,7 +135,8 @@ class DecoderModel(nn.Module):
         self, flow: Flow, x_TD: Tensor, numbers: Iterable[str]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run blocks ``numbers``; return the rows, and the router terms [N] by layer number."""
-        terms, numbers = dict[int, Tensor](), tuple(numbers)
+        terms = dict[int, Tensor]()
+        numbers = tuple(numbers)
         for index, number in enumerate(numbers):
 
             def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
@@ -169,7 +170,9 @@ class DecoderModel(nn.Module):
             x_TD: residual rows after the last main block.
             normed_TD: these rows as :meth:`finish` returns them.
         """
-        rows, terms, factor = list[Tensor](), dict[int, Tensor](), 1 / self.record.logits_divisor
+        rows = list[Tensor]()
+        terms = dict[int, Tensor]()
+        factor = 1 / self.record.logits_divisor
         blocks = [(n, b) for n, b in self.layers.items() if isinstance(b, MultiTokenBlock)]
         for depth, (number, layer) in enumerate(blocks[: len(flow.shifted_rows)], 1):
             shifted = flow.shifted(depth)

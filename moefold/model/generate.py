@@ -72,7 +72,8 @@ def stream_tokens(
         raise ValueError(f"min_p {min_p} must be at least 0 and at most 1")
     # A generator for each prompt: its text does not depend on the other prompts of the batch.
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
-    texts, active = [list(p) for p in prompts], list(range(len(prompts)))
+    texts = [list(p) for p in prompts]
+    active = list(range(len(prompts)))
     starts = [max(len(p) - (window or len(p)), 0) for p in prompts]
     for _ in range(tokens):
         if not active:
@@ -113,7 +114,8 @@ def _sample(
 ) -> list[int]:
     if temperature == 0:
         return logits_PV.argmax(-1).tolist()
-    probability_PV, ids_PV = (logits_PV / temperature).softmax(-1), None
+    probability_PV = (logits_PV / temperature).softmax(-1)
+    ids_PV = None
     if top_p < 1 or min_p > 0:
         probability_PV, ids_PV = torch.sort(probability_PV, dim=-1, descending=True, stable=True)
     sums_PV = probability_PV.cumsum(-1)

@@ -48,13 +48,15 @@ class IncrementalDecoder:
     """Next-token logits of growing texts: a ``NextLogits`` with a key-value cache."""
 
     def __init__(self, model: DecoderModel) -> None:
-        self._model, self._cache = model, KeyValueCache.of(model.record)
+        self._model = model
+        self._cache = KeyValueCache.of(model.record)
         self._steps = None if self._cache is None else build_steps(model)
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits [P, V], as :meth:`DecoderModel.next_logits` does."""
-        model, cache = self._model, self._cache
+        model = self._model
+        cache = self._cache
         if cache is None or self._steps is None:
             return model.next_logits(texts, cache)
         rows = cache.next_rows(texts).to(model.head_weight.device)
@@ -69,7 +71,8 @@ class IncrementalDecoder:
 
 def build_steps(model: DecoderModel) -> list[Step] | None:
     """Return blocks and last norm as steps; None unless small, plain and in one dtype on a CPU."""
-    params, record = list(model.parameters()), model.record
+    params = list(model.parameters())
+    record = model.record
     small = sum(p.numel() for p in params) <= MAX_PARAMETERS
     plain = record.quantise is None and not any(p.adapters for p in (record, *record.blocks))
     native = all(p.device.type == "cpu" and p.dtype == model.recipe.dtype for p in params)
@@ -79,7 +82,8 @@ def build_steps(model: DecoderModel) -> list[Step] | None:
     steps = [_block_step(block, spec.residual_scale) for block, spec in blocks]  # type: ignore[arg-type]
     if type(model.norm) is not RmsNorm:
         return [*steps, lambda x_PD, flow: model.finish(flow, x_PD)]
-    norm, divisor = _norm_step(model.norm), model.record.logits_divisor
+    norm = _norm_step(model.norm)
+    divisor = model.record.logits_divisor
     return [*steps, lambda x_PD, flow: scaled(norm(x_PD, flow), 1 / divisor)]
 
 
@@ -89,7 +93,8 @@ def _block_step(block: DecoderBlock, scale: float) -> Step:
     if any(type(norm) is not RmsNorm for norm in norms) or after != (None, None):
         return lambda x_PD, flow: block(x_PD, flow).x_TD
     attention_norm, ffn_norm = map(_norm_step, norms)
-    attention, moe = _attention_step(block.attention), block.moe
+    attention = _attention_step(block.attention)
+    moe = block.moe
     experts = None if moe is None else _moe_step(moe)
 
     def step(x_PD: Tensor, flow: Flow) -> Tensor:
@@ -108,7 +113,8 @@ def _block_step(block: DecoderBlock, scale: float) -> Step:
 
 def _norm_step(norm: RmsNorm | None) -> Step:
     assert norm is not None
-    weight_D, epsilon = norm.weight.detach(), norm.epsilon
+    weight_D = norm.weight.detach()
+    epsilon = norm.epsilon
     return lambda x_PD, flow: F.rms_norm(x_PD, weight_D.shape, weight_D, epsilon)
 
 
@@ -119,13 +125,19 @@ def _attention_step(layer: nn.Module) -> Step:
     record = layer.record
     if record.qk_norm in ("projection", "zero_centred") or not _only_sets(record, ATTENTION_FIELDS):
         return layer
-    heads, groups, dim, rope = record.heads, record.kv_heads, record.head_dim, record.rope
+    heads = record.heads
+    groups = record.kv_heads
+    dim = record.head_dim
+    rope = record.rope
     if rope is not None and rope.fraction < 1:
         return layer
-    qkv, out, scale = (layer.q, layer.k, layer.v), layer.o, record.softmax_scale
+    qkv = (layer.q, layer.k, layer.v)
+    out = layer.o
+    scale = record.softmax_scale
     w_in = torch.cat([proj.weight.detach() for proj in qkv])
     biases = [proj.bias.detach() for proj in qkv if proj.bias is not None]
-    b_in, w_out = torch.cat(biases) if biases else None, out.weight.detach()
+    b_in = torch.cat(biases) if biases else None
+    w_out = out.weight.detach()
     b_out = None if out.bias is None else out.bias.detach()
     norms: list[tuple[Any, int]] = [(layer.q_norm, heads), (layer.k_norm, groups)]
     scales = [norm.weight.detach().expand(count, -1) for norm, count in norms if norm is not None]
@@ -150,15 +162,20 @@ def _attention_step(layer: nn.Module) -> Step:
 
 def _moe_step(moe: MoeFfn) -> Step | None:
     """Return a step that runs routed experts one by one; None for kinds that it cannot run."""
-    record, router, shared = moe.record.router, moe.router, moe.record.shared
+    record = moe.record.router
+    router = moe.router
+    shared = moe.record.shared
     plain = type(moe) is MoeFfn and type(router) is TopKRouter and record.idle_experts is None
     supported = shared is None or _only_sets(shared, SHARED_FIELDS)
     supported = supported and _only_sets(moe.record, MOE_FIELDS)
     if not plain or moe.separate_output or not supported:
         return None
-    w_router, b_router, bias_E = router.weight.detach(), router.bias, router.selection_bias
+    w_router = router.weight.detach()
+    b_router = router.bias
+    bias_E = router.selection_bias
     dtype = torch.promote_types(DTYPES[record.dtype], w_router.dtype)
-    w_router, b_router = w_router.to(dtype), None if b_router is None else b_router.to(dtype)
+    w_router = w_router.to(dtype)
+    b_router = None if b_router is None else b_router.to(dtype)
     w_in = moe.experts.w_in.detach().flatten(1, 2).unbind()
     w_out = moe.experts.w_out.detach().unbind()
 

@@ -51,7 +51,8 @@ def initial_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
     stds = {"normal": decoder.init_std, "output": decoder.init_std * out_scale}
 
     def values(piece: Shard) -> Tensor:
-        name, vector = piece.name, len(piece.shape) == 1
+        name = piece.name
+        vector = len(piece.shape) == 1
         start: Start = "zeros" if vector or name.endswith("_bias") else "normal"
         if name in described:
             start = described[name].resolved_start
@@ -72,7 +73,8 @@ def initial_values(decoder: Decoder, seed: int) -> Callable[[Shard], Tensor]:
 
 def normal_slice(seed: int, piece: Shard, std: float) -> Tensor:
     """Return a shard of the global :func:`draw_normal`, drawing only its range of dim 0."""
-    (start, end), inner = piece.box[0], piece.shape[1:]
+    (start, end) = piece.box[0]
+    inner = piece.shape[1:]
     rows = draw_normal(seed, piece.name, (end - start, *inner), std, start * math.prod(inner))
     return rows[(slice(None), *(slice(*bounds) for bounds in piece.box[1:]))]
 
@@ -83,7 +85,8 @@ def draw_normal(seed: int, name: str, shape: tuple[int, ...], std: float, first:
     key = np.frombuffer(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], np.uint64)[0]
     out = np.empty(count, np.float32)
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
-        start, end = max(first, block * BLOCK), min(first + count, (block + 1) * BLOCK)
+        start = max(first, block * BLOCK)
+        end = min(first + count, (block + 1) * BLOCK)
         out[start - first : end - first] = _draw(key, block, start % BLOCK, (end - 1) % BLOCK + 1)
     return torch.from_numpy(out).mul_(std).view(shape)
 
@@ -99,7 +102,8 @@ def _draw(key: np.uint64, block: int, start: int, end: int) -> np.ndarray:
     pairs = slice(start % HALF, (end - 1) % HALF + 1) if one_half else slice(None)
     bits = raw.reshape(2, HALF)[:, pairs] >> np.uint64(11)
     first, second = (bits.astype(np.float64) + 1) * 2.0**-53
-    radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
+    radius = np.sqrt(-2 * np.log(first))
+    angle = 2 * np.pi * second
     if one_half:
         return (radius * (np.sin if start >= HALF else np.cos)(angle)).astype(np.float32)
     drawn = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])

@@ -133,7 +133,8 @@ class AuxLoss(Term):
         assert decision.counts is not None and decision.plain_TK is not None
         probability_TE = observed.valid(observed.probability_TE)
         segment_T = observed.segment_T if self.over == "sequence" else None
-        counts_NE, top_k = decision.counts[self.over], decision.plain_TK.shape[1]
+        counts_NE = decision.counts[self.over]
+        top_k = decision.plain_TK.shape[1]
         if segment_T is None and observed.partial_sums_PE is not None:
             sums = (probability_TE, observed.partial_sums_PE, counts_NE.view(-1))
             return kernels.load_balance(*sums, top_k, observed.population)
@@ -191,7 +192,9 @@ class QuantileUpdate(Update):
 
     def target(self, routed: Routed, record: Router, flow: Flow) -> Tensor:
         """Return the bias [E] that would have given all experts equal load."""
-        scores_TE, bias_E, rows = routed.scores_TE, routed.bias_E, flow.rows
+        scores_TE = routed.scores_TE
+        bias_E = routed.bias_E
+        rows = flow.rows
         assert bias_E is not None
         best_TK = select(scores_TE, record.top_k + 1, bias_E=bias_E, groups=record.groups)
         next_T1 = (scores_TE + bias_E).gather(1, best_TK[:, -1:])
@@ -204,7 +207,8 @@ class QuantileUpdate(Update):
     def __call__(self, router: TopKRouter, counters: "Counters") -> None:
         """Update the router's selection bias."""
         assert router.selection_bias is not None
-        total_E, number = counters.target_sums_X[:-1], counters.target_sums_X[-1]
+        total_E = counters.target_sums_X[:-1]
+        number = counters.target_sums_X[-1]
         mean_E = total_E.float() * UNIT / number.clamp(min=1)
         router.selection_bias.lerp_(mean_E, self.rate * (number > 0).float())
 
@@ -256,7 +260,8 @@ class Counters(ExactBuffers):
             int64 [E] plain choices of earlier micro-batches, and of this one on data ranks up to
             ``rank``; None if no term reads them.
         """
-        rows, sums_PE = observed.rows, observed.partial_sums_PE
+        rows = observed.rows
+        sums_PE = observed.partial_sums_PE
         if sums_PE is not None:
             counters = (self.load_E, self.sent_E, self.tokens, self.plain_E, self.probability_E)
             inputs = (sums_PE, load_E, routed.counts_E, by_rank_DE)
@@ -332,8 +337,10 @@ class Balance(nn.Module):
     def _count(self, routed: Routed, observed: Observed, flow: Flow) -> Decision:
         # If no term reads ``observed``, use another: recomputation would not save its tensors.
         source = observed if self._populations else Observed(routed, flow.rows, self.record)
-        counters, decision = self.counters, routed.decision
-        experts, ranks = counters.load_E.shape[0], flow.world.group("dp")
+        counters = self.counters
+        decision = routed.decision
+        experts = counters.load_E.shape[0]
+        ranks = flow.world.group("dp")
         with torch.no_grad():
             dropless = decision.kept_TK is None
             load_E = routed.counts_E if dropless else count(decision.experts_TK, experts)
@@ -341,7 +348,8 @@ class Balance(nn.Module):
                 top_k = self.record.router.top_k
                 plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)
                 decision = replace(decision, plain_TK=plain_TK)
-            counts, by_rank_DE = self._population_counts(decision, load_E, source, flow), None
+            counts = self._population_counts(decision, load_E, source, flow)
+            by_rank_DE = None
             if "global_batch" in self._populations:
                 # Data ranks run micro-batches at once: those of lower ranks count as earlier.
                 by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
@@ -361,7 +369,8 @@ class Balance(nn.Module):
         if not self._populations:
             return {}
         assert decision.plain_TK is not None
-        experts, ranks = load_E.shape[0], flow.world.group("tp_cp")
+        experts = load_E.shape[0]
+        ranks = flow.world.group("tp_cp")
         kind = "sequence" if "sequence" in self._populations else "micro_batch"
         segment_T = source.segment_T if kind == "sequence" else None
         if segment_T is None and decision.plain_TK is decision.experts_TK:
@@ -386,7 +395,8 @@ class Balance(nn.Module):
         ``load_max_over_mean``, ``dead_experts``, ``drop_rate`` and ``bias_range``.
         """
         counters = self.counters
-        load_E, total = counters.load_E, counters.load_E.sum().clamp(min=1)
+        load_E = counters.load_E
+        total = counters.load_E.sum().clamp(min=1)
         sent = counters.sent_E.sum() / total
         probability_E = counters.probability_E / counters.probability_E.sum().clamp(min=1e-9)
         figures = {

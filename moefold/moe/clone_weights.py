@@ -93,7 +93,9 @@ class CloneGradients(Function):
         """Return a stand-in for each master."""
         ctx.save_for_backward(expert_Ps)
         ctx.set_materialize_grads(False)
-        ctx.ranks, ctx.sink, ctx.masters = ranks, sink, masters
+        ctx.ranks = ranks
+        ctx.sink = sink
+        ctx.masters = masters
         ctx.label = ranks.recorder.label
         slots = expert_Ps.shape[1]
         stand_ins = [w.new_zeros(()).expand(w.shape[0] + slots, *w.shape[1:]) for w in masters]

@@ -75,7 +75,8 @@ def _owner_mask(counts_E: Tensor, ranks: int) -> Tensor:
 def _move_rows(quota_CEP: Tensor, owned_EP: Tensor, cap_C: Tensor, record: Clones) -> Tensor:
     """Move rows from ranks above a cap to ranks below it, as far as slots allow; return quotas."""
     ranks = owned_EP.shape[1]
-    load_CP, clone_CEP = quota_CEP.sum(1), (quota_CEP > 0) & ~owned_EP
+    load_CP = quota_CEP.sum(1)
+    clone_CEP = (quota_CEP > 0) & ~owned_EP
     free_CP = record.slots - clone_CEP.sum(1)
     over_CP = (load_CP - cap_C[:, None]).clamp(min=0)
     own_CPe = torch.where(owned_EP, quota_CEP, 0).sum(2).unflatten(1, (ranks, -1))
@@ -99,11 +100,13 @@ def _overlaps(surplus_CE: Tensor, room_CP: Tensor) -> Tensor:
     """Return [C, E, P]: overlap of each surplus with each rank's room, both laid out by size."""
     surplus, giver = surplus_CE.sort(dim=1, descending=True, stable=True)
     room, taker = room_CP.sort(dim=1, descending=True, stable=True)
-    sent, taken = surplus.cumsum(1), room.cumsum(1)
+    sent = surplus.cumsum(1)
+    taken = room.cumsum(1)
     ends_CEP = torch.minimum(sent[:, :, None], taken[:, None])
     starts_CEP = torch.maximum((sent - surplus)[:, :, None], (taken - room)[:, None])
     overlap_CEP = (ends_CEP - starts_CEP).clamp(min=0)
-    index_E, index_P = giver.argsort(dim=1)[:, :, None], taker.argsort(dim=1)[:, None]
+    index_E = giver.argsort(dim=1)[:, :, None]
+    index_P = taker.argsort(dim=1)[:, None]
     overlap_CEP = overlap_CEP.gather(1, index_E.expand_as(overlap_CEP))
     return overlap_CEP.gather(2, index_P.expand_as(overlap_CEP))
 
@@ -136,9 +139,12 @@ def send_counts(counts_XE: Tensor, quota_EP: Tensor, sender: int) -> Tensor:
     stay_PE = counts_PSE.sum(1).minimum(quota_EP.t())
     before_PSE = counts_PSE.cumsum(1) - counts_PSE
     own_PSE = (stay_PE[:, None] - before_PSE).clamp(min=0).minimum(counts_PSE)
-    remaining_XE, free_EP = (counts_PSE - own_PSE).flatten(0, 1), quota_EP - stay_PE.t()
-    end_E, to_EP = remaining_XE.cumsum(0)[sender], free_EP.cumsum(1)
-    start_E, from_EP = end_E - remaining_XE[sender], to_EP - free_EP
+    remaining_XE = (counts_PSE - own_PSE).flatten(0, 1)
+    free_EP = quota_EP - stay_PE.t()
+    end_E = remaining_XE.cumsum(0)[sender]
+    to_EP = free_EP.cumsum(1)
+    start_E = end_E - remaining_XE[sender]
+    from_EP = to_EP - free_EP
     ends_EP = torch.minimum(end_E[:, None], to_EP)
     count_EP = (ends_EP - torch.maximum(start_E[:, None], from_EP)).clamp(min=0)
     count_EP[:, sender // slices] += own_PSE[sender // slices, sender % slices]

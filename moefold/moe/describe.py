@@ -30,7 +30,9 @@ from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
 ROUTER_PASSES = 25
 """Reads and writes of a row of scores: scores, top-k, map, counts, balance."""
-SMALL_EXPERTS, SMALL_TOP_K, SMALL_GROUPS = 8, 4, 4
+SMALL_EXPERTS = 8
+SMALL_TOP_K = 4
+SMALL_GROUPS = 4
 """Experts, experts per token and groups of experts in the small models of ``verify``."""
 
 
@@ -54,7 +56,8 @@ class MoeSpec(LayerSpec):
     @property
     def routing(self) -> RoutingSpec:
         """The router's sizes, for planner and dispatchers."""
-        router, groups = self.router, self.router.groups
+        router = self.router
+        groups = self.router.groups
         limits = (groups.count, groups.keep) if groups else (1, None)
         return RoutingSpec(router.experts, router.top_k, self.latent, *limits, router.places)
 
@@ -69,10 +72,13 @@ class MoeSpec(LayerSpec):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the weights of router, experts, latent projections, shared and idle experts."""
-        number, width = self.router.experts, self.width
+        number = self.router.experts
+        width = self.width
         experts, columns = self._expert_units()
-        inner, gates = self.latent or hidden, (self.gates,) if self.gates > 1 else ()
-        choices, idle = self.router.choices, self.router.idle_experts
+        inner = self.latent or hidden
+        gates = (self.gates,) if self.gates > 1 else ()
+        choices = self.router.choices
+        idle = self.router.idle_experts
         yield Weight("router.weight", (choices, hidden), (), "router", product=False)
         if self.router.bias:
             yield Weight("router.bias", (choices,), (), "router", product=False)
@@ -88,7 +94,8 @@ class MoeSpec(LayerSpec):
             start="output",
         )
         if self.expert_bias:
-            part, shape = "experts", (number, *gates, width)
+            part = "experts"
+            shape = (number, *gates, width)
             cuts = ((0, experts), (len(gates) + 1, columns))
             small: dict[str, Any] = {"product": False, "summed": True, "start": "zeros"}
             yield Weight("experts.in_bias", shape, cuts, part, **small)
@@ -97,10 +104,14 @@ class MoeSpec(LayerSpec):
             yield Weight("down.weight", (inner, hidden), (), "experts")
             yield Weight("up.weight", (hidden, inner), (), "experts", start="normal", added=True)
         if self.shared is not None:
-            shared, units = self.shared.width, self._shared_units()
-            shape, cut = (*gates, shared, hidden), ((len(gates), units),)
+            shared = self.shared.width
+            units = self._shared_units()
+            shape = (*gates, shared, hidden)
+            cut = ((len(gates), units),)
             yield Weight("shared.w_in", shape, cut, "shared")
-            shape, cut, gated = (hidden, shared), ((1, units),), self.shared.gate
+            shape = (hidden, shared)
+            cut = ((1, units),)
+            gated = self.shared.gate
             yield Weight("shared.w_out", shape, cut, "shared", start="output", added=not gated)
             if gated:
                 yield Weight("shared.gate.weight", (1, hidden), (), "shared")
@@ -110,7 +121,8 @@ class MoeSpec(LayerSpec):
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the router, the experts' products and activation, and optional parts."""
-        router, columns = self.router, self._expert_units()[1]
+        router = self.router
+        columns = self._expert_units()[1]
         # Scores are fp32: each pass moves twice the bytes of a bf16 feature.
         passes = 2 * ROUTER_PASSES
         scores = Traffic(router.choices, passes, passes, "own")
@@ -180,17 +192,20 @@ class MoeSpec(LayerSpec):
                 yield Saved("shared.gated", size, dropped, module="shared")
         # As a block's last segment combine is not recomputed, and saves the rows' destinations.
         runs_once = shape.separate_exchanges and self.latent is None
-        places, back = shape.rows * self.router.places + shape.places, received
+        places = shape.rows * self.router.places + shape.places
+        back = received
         if shape.room is None and shape.ep * shape.etp > 1:
             # Copies are sorted twice: before they are sent, and after they are received.
-            places, back = places + received, back + shape.rows * self.router.top_k
+            places = places + received
+            back = back + shape.rows * self.router.top_k
         yield Saved("combine.tokens", back * INDEX, saved=not runs_once, module="moe")
         yield Saved("dispatch.rows", places * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
         """Yield scores, weights and choices of the router, and the inputs of its loss terms."""
         router = self.router
-        chosen, scores = shape.rows * router.places, shape.rows * router.choices * STATISTIC
+        chosen = shape.rows * router.places
+        scores = shape.rows * router.choices * STATISTIC
         yield Saved("router.scores", scores, module="moe")
         yield Saved("router.chosen", chosen * INDEX, module="moe")
         if router.order == "topk_first":
@@ -229,7 +244,8 @@ class MoeSpec(LayerSpec):
 
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
         """Yield tensors saved by auxiliary losses, for one sequence per population."""
-        router, populations = self.router, self.populations
+        router = self.router
+        populations = self.populations
         if router.selection_bias or router.groups or router.kind not in ("topk", "idle"):
             plain = shape.rows * router.top_k * INDEX
             yield Saved("decision.plain", plain, saved=False, module="moe")
@@ -244,7 +260,8 @@ class MoeSpec(LayerSpec):
 
     def shrink(self, by: Sizes) -> Self:
         """Return a record with few experts, few groups and small widths."""
-        router, groups = self.router, self.router.groups
+        router = self.router
+        groups = self.router.groups
         top_k = min(router.top_k, SMALL_TOP_K)
         count = min(groups.count, SMALL_GROUPS) if groups else 1
         if groups and router.experts % count:

@@ -6,7 +6,10 @@ from moefold.kernels.linear.product import RowTransform
 from moefold.kernels.quantise.philox import MASK, chance
 from moefold.layers.flow import Flow
 
-JITTER, DROP, HASH, SKEW = 1, 2, 3, 4
+JITTER = 1
+DROP = 2
+HASH = 3
+SKEW = 4
 """Purposes of random numbers, each with its own stream."""
 
 

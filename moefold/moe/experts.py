@@ -33,15 +33,18 @@ class Experts(Adaptable):
 
     def __init__(self, record: Moe, hidden: int, kernel: str) -> None:
         super().__init__()
-        experts, width = record.router.experts, record.width
+        experts = record.router.experts
+        width = record.width
         self.w_in = nn.Parameter(torch.empty(experts, 2, width, hidden))
         self.w_out = nn.Parameter(torch.empty(experts, hidden, width))
         self.in_bias = self.out_bias = None
         if record.expert_bias:
             self.in_bias = nn.Parameter(torch.empty(experts, 2, width))
             self.out_bias = nn.Parameter(torch.empty(experts, hidden))
-        self._kernel, self._activation = kernel, record.activation
-        self._has_variant, self._on_input = record.has_expert_variant, record.weigh == "input"
+        self._kernel = kernel
+        self._activation = record.activation
+        self._has_variant = record.has_expert_variant
+        self._on_input = record.weigh == "input"
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> GroupedKernel:
         """Return the kernel that runs for rows of ``dtype`` on ``device``, and why."""
@@ -89,14 +92,16 @@ class Experts(Adaptable):
             )
 
             narrow = self.narrow["w_in"]
-            hidden, first_expert = narrow.recipe.hidden_format, narrow.first_expert or 0
+            hidden = narrow.recipe.hidden_format
+            first_expert = narrow.first_expert or 0
             rows = RowRuns.of_groups(offs_E, flow.rows.first, first_expert, row_number_R)
 
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
                 return scaled_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R, hidden)
 
             return flow.saved_tensors.run("experts", experts, x_RD, probs_R)
-        number_R, sink = self._dropout_numbers(offs_E, row_number_R), flow.sink
+        number_R = self._dropout_numbers(offs_E, row_number_R)
+        sink = flow.sink
         w_in, w_out = (self.operand(name, flow, None, number_R) for name in ("w_in", "w_out"))
         biases = [flow.operand(b, b.dtype) for b in (self.in_bias, self.out_bias) if b is not None]
         if clones is not None:
@@ -151,7 +156,8 @@ class Experts(Adaptable):
         operands = iter(map(Operand, stand_ins, (*values, *added)))
         weights = []
         for own in (self.operand("w_in", flow), self.operand("w_out", flow)):
-            weight, low = next(operands), own.low_rank
+            weight = next(operands)
+            low = own.low_rank
             if low is not None:
                 low = replace(low, a=next(operands), b=next(operands))
                 weight = replace(weight, low_rank=low)

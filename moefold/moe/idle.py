@@ -25,7 +25,8 @@ class IdleExperts(Adaptable):
     def __init__(self, record: Router, hidden: int) -> None:
         super().__init__()
         assert record.idle_experts is not None
-        self.experts, self.record = record.experts, record.idle_experts
+        self.experts = record.experts
+        self.record = record.idle_experts
         constants = self.record.constant
         self.constant_bias = nn.Parameter(torch.empty(hidden, constants)) if constants else None
 
@@ -33,8 +34,10 @@ class IdleExperts(Adaptable):
         self, rows: MoeInput, routed: Routed, flow: Flow, factor: float
     ) -> tuple[MoeInput, Routed]:
         """Return rows with the idle experts' output added, and the routing without idle choices."""
-        sent_TK, weights_TK = routed.sent_TK, routed.weights_TK
-        ids_TK, record = sent_TK - self.experts, self.record
+        sent_TK = routed.sent_TK
+        weights_TK = routed.weights_TK
+        ids_TK = sent_TK - self.experts
+        record = self.record
         residual_TD, x_TD = rows
         if record.identity:
             kept_TK = (ids_TK >= 0) & (ids_TK < record.identity)

@@ -44,7 +44,8 @@ class MoeFfn(nn.Module):
         self, record: Moe, hidden: int, layer: int, dispatch: Record, expert_kernel: str
     ) -> None:
         super().__init__()
-        self.record, self.residual_scale = record, record.scale
+        self.record = record
+        self.residual_scale = record.scale
         build_router = self.router_type or build
         self.router: TopKRouter = build_router(record.router, hidden, record.capacity)
         self.router.layer = layer
@@ -52,7 +53,8 @@ class MoeFfn(nn.Module):
         self.experts = Experts(record, inner, expert_kernel)
         self.down = self.up = None
         if record.latent is not None:
-            self.down, self.up = Linear(hidden, inner), Linear(inner, hidden)
+            self.down = Linear(hidden, inner)
+            self.up = Linear(inner, hidden)
         self.shared = (
             None
             if record.shared is None
@@ -88,7 +90,8 @@ class MoeFfn(nn.Module):
             flow.decisions[self._key], terms = self.balance(routed, flow)
             if self.idle is not None:
                 rows, routed = self.idle(rows, routed, flow, self.residual_scale)
-            weights_TK, inner_TL = routed.weights_TK, None
+            weights_TK = routed.weights_TK
+            inner_TL = None
             if self.shared is not None and self._two_way:
                 gate_T1 = self.shared.gate_factors(rows.x_TD, flow)
                 weights_TK = weights_TK * (1 - gate_T1).to(weights_TK)
@@ -109,7 +112,8 @@ class MoeFfn(nn.Module):
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
         """Run this rank's experts on dispatched rows, and the shared expert on local rows."""
-        residual_TD, shared_TD = rows.residual_TD, None
+        residual_TD = rows.residual_TD
+        shared_TD = None
         with flow.world.recorder.module(f"{self._key}.moe.experts"):
             y_RD, handle = self.dispatcher.run(rows.sent, self.experts, flow)
             if self.shared is not None:

@@ -31,7 +31,9 @@ class LayerDispatch:
     def __init__(
         self, record: Record, experts: int, name: str, experts_module: Experts | None = None
     ) -> None:
-        self._record, self._experts, self._experts_module = record, experts, experts_module
+        self._record = record
+        self._experts = experts
+        self._experts_module = experts_module
         self._dispatcher: Dispatcher = build(record, experts)
         self._clones: Clones | None = None
         self._name = f"{name}.moe"
@@ -77,7 +79,8 @@ class LayerDispatch:
                 with flow.world.recorder.module(key):
                     flow.decisions[key] = plan_clones(*inputs)
             plan: ClonePlan = flow.decisions[key]
-            tokens, clones = tokens._replace(experts_TK=plan.physical_TK), plan.expert_Ps
+            tokens = tokens._replace(experts_TK=plan.physical_TK)
+            clones = plan.expert_Ps
         with flow.world.recorder.module(f"{self._name}.dispatch"):
             sent = self._row_dispatcher.dispatch(*tokens, flow.world)
         if sent.overflow is not None:

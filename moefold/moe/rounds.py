@@ -38,7 +38,9 @@ class Rounds:
     """Repeats the layer ``name``, whose dispatcher has fixed shapes, in rounds."""
 
     def __init__(self, record: FixedShape, experts: int, name: str) -> None:
-        self._record, self._experts, self._name = record, experts, name
+        self._record = record
+        self._experts = experts
+        self._name = name
         self._dispatcher = AllToAllDispatch(AllToAll(), experts)
 
     def run(self, tokens: RoutedTokens, experts: RunExperts, flow: Flow) -> Tensor:
@@ -67,7 +69,8 @@ class Rounds:
         return out_TD
 
     def _round(self, tokens: RoutedTokens, experts: RunExperts, flow: Flow) -> Tensor:
-        world, module = flow.world, flow.world.recorder.module
+        world = flow.world
+        module = flow.world.recorder.module
         with module(f"{self._name}.dispatch"):
             sent = self._dispatcher.dispatch(*tokens, world)
         y_RD = experts(sent, flow)
@@ -81,7 +84,8 @@ class Rounds:
             The round [T, K] of each copy (arbitrary for copies that are not sent), and the number
             of rounds, equal on all ranks that exchange rows.
         """
-        limit, ranks = self._record.max_rows_received(world.folding.sizes), world.group("ep").size
+        limit = self._record.max_rows_received(world.folding.sizes)
+        ranks = world.group("ep").size
         per_rank = self._experts // ranks
         order = sort_copies(experts_TK, self._experts)
         ends_P = order.offs_B.to(torch.int64)[per_rank - 1 :: per_rank]

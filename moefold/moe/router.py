@@ -117,7 +117,9 @@ class TopKRouter(ExactBuffers, Adaptable):
 
     def __init__(self, record: Router, hidden: int, capacity: Capacity | None = None) -> None:
         super().__init__()
-        self.record, self.capacity, self.layer = record, capacity, 0
+        self.record = record
+        self.capacity = capacity
+        self.layer = 0
         choices = record.choices
         self.weight = nn.Parameter(torch.empty(choices, hidden))
         self.bias = nn.Parameter(torch.empty(choices)) if record.bias else None
@@ -137,7 +139,8 @@ class TopKRouter(ExactBuffers, Adaptable):
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None and not flow.dropless:
             decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow))
-        sent_TK, experts = decision.experts_TK, self.record.choices
+        sent_TK = decision.experts_TK
+        experts = self.record.choices
         if decision.kept_TK is not None:
             sent_TK = torch.where(decision.kept_TK, sent_TK, experts)
         if decision.kept_TK is not None or flow.valid_T is not None or self.record.partial:
@@ -192,7 +195,8 @@ class TopKRouter(ExactBuffers, Adaptable):
     def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:
         """Return the copies to keep; those of the whole micro-batch compete, over all ranks."""
         assert self.capacity is not None
-        top_k, experts = self.record.top_k, self.record.choices
+        top_k = self.record.top_k
+        experts = self.record.choices
         limit = self.capacity.max_copies(flow.rows.population, top_k, experts)
         by_weight = weights_TK.detach() if self.capacity.drop == "probs" else None
         if self.capacity.drop == "random":

@@ -41,7 +41,8 @@ class ExpertChoiceRouter(TopKRouter):
         """Let experts choose in training, and tokens otherwise."""
         if not context.training:
             return super().choose(scores_TE, context)
-        record, rows = self.record, context.rows
+        record = self.record
+        rows = context.rows
         per_expert = Capacity(factor=1.0).max_copies(rows.population, record.top_k, record.experts)
         valid_T1 = rows.valid_T[:, None]
         masked_TE = torch.where(valid_T1, scores_TE, -torch.inf)
@@ -62,7 +63,8 @@ class HashRouter(TopKRouter):
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Choose independently of the scores."""
-        experts, key = self.record.experts, (HASH, context.layer)
+        experts = self.record.experts
+        key = (HASH, context.layer)
         drawn_TE = chance(context.rows.ids_T, range(experts), key).to(scores_TE.dtype)
         return select(drawn_TE, self.record.top_k, valid_T=context.valid_T)
 
@@ -74,9 +76,12 @@ class RoundRobinRouter(TopKRouter):
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Choose independently of the scores."""
-        top_k, experts, skew = self.record.top_k, self.record.experts, self.record.skew
+        top_k = self.record.top_k
+        experts = self.record.experts
+        skew = self.record.skew
         if skew:
-            token_T, key = context.rows.token_T, (SKEW, context.layer)
+            token_T = context.rows.token_T
+            key = (SKEW, context.layer)
             odds_1E, drawn_TE = (
                 chance(ids, range(experts), key, word).to(scores_TE.dtype).clamp_min_(2.0**-17)
                 for word, ids in enumerate((torch.zeros_like(token_T[:1]), token_T))

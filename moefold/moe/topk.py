@@ -113,7 +113,8 @@ def require_places(router: str, experts_TK: Tensor, record: Router, training: bo
     Raises:
         ValueError: if not, since dispatch relies on it. Outside training K may differ.
     """
-    chosen, places = experts_TK.shape[1], record.places
+    chosen = experts_TK.shape[1]
+    places = record.places
     if training and chosen != places:
         raise ValueError(
             f"{router}.choose returns {chosen} experts per token, but its record's places is "

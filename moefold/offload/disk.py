@@ -70,7 +70,8 @@ class DiskFile:
 
     def __init__(self, folder: str, rank: int, purpose: str = "the state's file") -> None:
         path = os.path.expandvars(folder)
-        self._where, self._lock = f"rank {rank}, {purpose} in {path}", threading.Lock()
+        self._where = f"rank {rank}, {purpose} in {path}"
+        self._lock = threading.Lock()
         if "$" in path:
             text = f"rank {rank}: an environment variable in the folder {path} is not set"
             raise OffloadError(text, EINVAL)
@@ -127,7 +128,8 @@ class DiskFile:
         slot.digest = crc32(data[: slot.size])
         done = 0
         while done < slot.capacity:
-            rest, at = data[done : slot.capacity], slot.start + done
+            rest = data[done : slot.capacity]
+            at = slot.start + done
             with self._converting_errors(slot.content, at, slot.capacity - done):
                 done += os.pwrite(self._fd, rest, at)
 
@@ -139,7 +141,8 @@ class DiskFile:
         """
         done = 0
         while done < slot.capacity:
-            rest, at = into[done : slot.capacity], slot.start + done
+            rest = into[done : slot.capacity]
+            at = slot.start + done
             with self._converting_errors(slot.content, at, slot.capacity - done):
                 count = os.preadv(self._fd, [rest], at)
             if not count:

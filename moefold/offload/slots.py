@@ -28,7 +28,8 @@ class HostPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned, self._lock = device.type == "cuda", threading.Lock()
+        self._pinned = device.type == "cuda"
+        self._lock = threading.Lock()
         self.bytes = self.peak = 0
 
     def allocate(self, size: int) -> Tensor:
@@ -83,7 +84,8 @@ class HostSlot:
     """A slot in host memory for the bytes of one tensor."""
 
     def __init__(self, pool: HostPool, size: int) -> None:
-        self._pool, self._values = pool, pool.allocate(size)
+        self._pool = pool
+        self._values = pool.allocate(size)
 
     def write(self, values: Tensor) -> None:
         """Copy bytes into the slot; return when the source may be overwritten."""
@@ -110,7 +112,9 @@ class FileSlot:
     """A slot in a file for the bytes of one tensor, copied through a buffer in host memory."""
 
     def __init__(self, file: DiskFile, pool: HostPool, what: str, size: int) -> None:
-        self._file, self._pool, self._slot = file, pool, file.allocate(what, size)
+        self._file = file
+        self._pool = pool
+        self._slot = file.allocate(what, size)
         self._buffer: Tensor | None = None
 
     def write(self, values: Tensor) -> None:

@@ -46,7 +46,8 @@ class AdamWUpdate(NamedTuple):
 
 def adamw_reference_(update: AdamWUpdate) -> None:
     """Update parameters and both moments in place, one tensor at a time, in the moments' dtype."""
-    rule, lr = update.rule, update.lr
+    rule = update.rule
+    lr = update.lr
     beta1, beta2 = rule.betas
     rate = lr / (1 - beta1**update.step)
     correction2 = math.sqrt(1 - beta2**update.step)
@@ -67,7 +68,8 @@ def adamw_fused_(update: AdamWUpdate) -> None:
     Overwrites the gradients when ``scale`` is not 1.
     """
     params, grads, exp_avgs, exp_avg_sqs = update[:4]
-    device, scale = params[0].device, update.scale
+    device = params[0].device
+    scale = update.scale
     # The kernel divides by its scale, and assumes that every tensor has the parameter's layout.
     # Filled on the device: copying a number from the host would synchronise.
     divisor = None if scale == 1 else torch.full((), 1 / scale, device=device)
@@ -116,7 +118,8 @@ class AdamWOptimizer(Optimizer):
         self, rule: AdamWRule, params: Mapping[str, Tensor], groups: MomentGroups | None = None
     ) -> None:
         super().__init__(params)
-        self.rule, self._groups = rule, groups
+        self.rule = rule
+        self._groups = groups
         self.group = rule.group if isinstance(rule, AdamW) else 0
         unfit = [name for name, p in self.params.items() if not fusible(p)]
         if rule.backend == "fused" and unfit:
@@ -151,7 +154,8 @@ class AdamWOptimizer(Optimizer):
             count += 1
 
         def update(tensors: TensorGroup, fused: bool, decayed: bool, step: int) -> None:
-            decay, rate = self.rule.weight_decay if decayed else 0.0, self.rule.lr * lr_factor
+            decay = self.rule.weight_decay if decayed else 0.0
+            rate = self.rule.lr * lr_factor
             arguments = AdamWUpdate(*tensors, self.rule, step, rate, decay, scale)
             (adamw_fused_ if fused else adamw_reference_)(arguments)
 
@@ -164,8 +168,10 @@ class AdamWOptimizer(Optimizer):
             tensors = [self.params[n] for n in group], [grads[n] for n in group], first, second
             update(tensors, *key)
         for name, moments in self.low_precision.items():
-            flat, grad = self.params[name].view(-1), grads[name].reshape(-1)
-            key, run = self._update_key(name), self._element_run(name)
+            flat = self.params[name].view(-1)
+            grad = grads[name].reshape(-1)
+            key = self._update_key(name)
+            run = self._element_run(name)
             for start, stop in run.chunks():  # bounds the moments in full precision
                 wide = [m.read(start, stop).to(state_dtype(flat)) for m in moments]
                 tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]

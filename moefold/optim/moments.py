@@ -25,7 +25,8 @@ CHUNK = 1 << 20
 """Most elements whose moments are expanded to fp32 at once."""
 FACTORS = 3
 """Numbers stored per group besides its codes."""
-GAMMA, MIXERS = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+GAMMA = -0x61C8864680B583EB
+MIXERS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 """Constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed numbers."""
 
 
@@ -75,7 +76,8 @@ class ElementRun(NamedTuple):
 
     def split(self, x: Tensor) -> Tensor:
         """Return the run's elements as ``[G, N]``, padded with zeros."""
-        per_row, lead = -(-self.row // self.size), self.first % self.row
+        per_row = -(-self.row // self.size)
+        lead = self.first % self.row
         rows = -(-(lead + self.elements) // self.row)
         x = F.pad(x, (lead, rows * self.row - lead - self.elements)).view(rows, self.row)
         x = F.pad(x, (0, per_row * self.size - self.row)).view(-1, self.size)
@@ -84,7 +86,8 @@ class ElementRun(NamedTuple):
 
     def join(self, x_GN: Tensor) -> Tensor:
         """Return the run's elements from groups: the inverse of :meth:`split`."""
-        per_row, lead = -(-self.row // self.size), self.first % self.row
+        per_row = -(-self.row // self.size)
+        lead = self.first % self.row
         rows = -(-(lead + self.elements) // self.row)
         start = lead // self.size
         x_GN = F.pad(x_GN, (0, 0, start, rows * per_row - start - len(x_GN)))
@@ -117,13 +120,17 @@ class MomentPosition(NamedTuple):
         yields them: Philox in plain operations would take several times as long as the update.
         """
         row_N = torch.arange(run.first // run.row, -(-run.end // run.row), device=device)
-        place_N, stride = torch.zeros_like(row_N), self.shape[-1]
+        place_N = torch.zeros_like(row_N)
+        stride = self.shape[-1]
         for (start, stop), size in zip(self.box[-2::-1], self.shape[-2::-1], strict=True):
             place_N += (row_N % (stop - start) + start) * stride
-            row_N, stride = row_N // (stop - start), stride * size
-        lead, columns = run.first % run.row, torch.arange(*self.box[-1], device=device)
+            row_N = row_N // (stop - start)
+            stride = stride * size
+        lead = run.first % run.row
+        columns = torch.arange(*self.box[-1], device=device)
         if len(row_N) == 1:
-            columns, lead = columns[lead : lead + run.elements], 0
+            columns = columns[lead : lead + run.elements]
+            lead = 0
         offset = (place_N[:, None] + columns).flatten()[lead : lead + run.elements]
         digest = sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()[:8]
         mixed = offset.mul_(GAMMA).add_(int.from_bytes(digest, "little", signed=True))
@@ -194,7 +201,8 @@ class Fp8Moment:
     def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
         """Store new values, rounded stochastically; groups shared by ranks are encoded later."""
         part = self.run.subrun(start, stop)
-        values_GN, drawn_GN = part.split(values.float()), part.split(drawn)
+        values_GN = part.split(values.float())
+        drawn_GN = part.split(drawn)
         new_G3 = factors(extremes(values_GN))
         self.factors_G3[self._group_slice(part)] = new_G3
         self._bytes[start:stop] = part.join(encode(values_GN, new_G3, drawn_GN).view(torch.uint8))
@@ -205,12 +213,15 @@ class Fp8Moment:
 
     def encode_group(self, group: int, extremes_2: Tensor) -> None:
         """Encode a cut group, given the extremes of the full group."""
-        factors_13, ends_2N = factors(extremes_2[None]), self.pending.pop(group)
+        factors_13 = factors(extremes_2[None])
+        ends_2N = self.pending.pop(group)
         self.factors_G3[group - self.run.groups[0]] = factors_13[0]
-        run, per_row = self.run, -(-self.run.row // self.run.size)
+        run = self.run
+        per_row = -(-self.run.row // self.run.size)
         first = group // per_row * run.row + group % per_row * run.size
         last = min(first + run.size, (group // per_row + 1) * run.row)
-        start, stop = max(first, run.first), min(last, run.end)
+        start = max(first, run.first)
+        stop = min(last, run.end)
         codes_N = encode(ends_2N[:1], factors_13, ends_2N[1:]).view(torch.uint8)[0]
         self._bytes[start - run.first : stop - run.first] = codes_N[start - first : stop - first]
 

@@ -19,7 +19,9 @@ from moefold.optim.adamw import AdamWOptimizer
 from moefold.optim.base import FullMatrices, LocalMatrices, Optimizer, zeros_for
 from moefold.optim.config import Muon
 
-LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
+LINEAR = 3.4445
+CUBIC = -4.7750
+QUINTIC = 2.0315
 """Coefficients that enlarge small singular values fastest; most end between 0.68 and 1.14."""
 
 EPS = 1e-7
@@ -43,7 +45,8 @@ def orthogonalise(x_Nmn: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     x = torch.div(x_Nmn, norms, out=torch.empty_like(x_Nmn, dtype=dtype))
     batch, m, n = x.shape
     side = min(m, n)
-    y, gram = torch.empty_like(x), x.new_empty(batch, side, side)
+    y = torch.empty_like(x)
+    gram = x.new_empty(batch, side, side)
     factor = torch.empty_like(gram)
     for _ in range(steps):
         left, right = (x, x.mT) if m <= n else (x.mT, x)
@@ -135,7 +138,8 @@ class MuonOptimizer(Optimizer):
 
         Only Newton-Schulz needs full matrices; the rest is elementwise, hence valid for shards.
         """
-        rule, grads = self.rule, self._gradients(scale)
+        rule = self.rule
+        grads = self._gradients(scale)
         grads = {name: grads[name].contiguous() for name in self._matrices}
         for name, grad in grads.items():
             if scale != 1:

@@ -21,7 +21,8 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     error of 4e-4 on a CPU. Exactly zero for no tensors. Not finite if and only if an element is not
     finite, or so large (about 1e17) that the sum of squares overflows float32.
     """
-    wide, parts = widest_dtype(device), list[Tensor]()
+    wide = widest_dtype(device)
+    parts = list[Tensor]()
     for tensor in tensors:
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         flat = tensor.detach().reshape(-1)

@@ -111,7 +111,8 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     terms = Counter(term for _, mixture in model.moe_layers() for term in mixture.terms)
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
-    table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
+    table = layout.table(2 * sizes.pp)
+    stages = layout.stages_of(model.record.layers, depth)
     stage_parts = stages.parts()
     stage_numbers = [table.stage_of(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
     chunks = tuple(Chunk.of(stage_parts[stage], model.record.layers) for stage in stage_numbers)
@@ -138,7 +139,8 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
         world.split(kind, inner)
         if secondary is not None and kind in EXCHANGE_KINDS:
             secondary.split(kind, inner)
-    embedding, offload = tuple(sorted(holders)), None
+    embedding = tuple(sorted(holders))
+    offload = None
     if layout.offload is not None:
         offload = ActivationOffload(layout.offload, world.device, world.rank)
     return ModelParts(
@@ -180,8 +182,11 @@ def build_flow(
     placed: ModelParts, batch: MicroBatch, training: bool = True, exact: bool = False
 ) -> Flow:
     """Return the ``Flow`` of this rank's rows of a micro-batch, which is whole and on the host."""
-    model, layout, world = placed.model, placed.layout, placed.world
-    device, depth = world.device, len(model.record.multi_token) if training else 0
+    model = placed.model
+    layout = placed.layout
+    world = placed.world
+    device = world.device
+    depth = len(model.record.multi_token) if training else 0
 
     def local_on_device(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch | None]:
         rows, piece = local_rows(batch, world)

@@ -149,7 +149,9 @@ class Layout(Record):
         """Yield options that CUDA graphs cannot capture: offloading, and values the host reads."""
         if self.graphs == "none":
             return
-        sizes, recompute, is_step = self.split, self.recompute, self.graphs == "step"
+        sizes = self.split
+        recompute = self.recompute
+        is_step = self.graphs == "step"
         offload = self.offload
         offloads = offload is not None and bool(
             offload.host or offload.disk or (offload.pages and offload.pages.spill)
@@ -270,7 +272,8 @@ class Layout(Record):
         """Return the stages of a model with so many ordinary and multi-token layers."""
         if self.stages is not None:
             return Stages.parse(self.stages)
-        sizes, mapping = self.split, self.resolved_schedule.stage_mapping
+        sizes = self.split
+        mapping = self.resolved_schedule.stage_mapping
         return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, mapping)
 
     @property

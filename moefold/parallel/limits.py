@@ -49,7 +49,8 @@ def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | Non
     if not isinstance(placed.layout.dispatch, FixedShape):
         return None
     none = torch.zeros((), dtype=torch.int64, device=placed.world.device)
-    rows, stash = torch.stack([none, *overflow]).amax(), placed.offload and placed.offload.stash
+    rows = torch.stack([none, *overflow]).amax()
+    stash = placed.offload and placed.offload.stash
     return rows if stash is None else torch.stack([rows, stash.shortage()])
 
 
@@ -67,7 +68,8 @@ def sufficient_settings(placed: ModelParts, missing: Tensor) -> SufficientSettin
 
     A collective call, for a step in which any rank exceeded its capacity. ``missing``: this rank's.
     """
-    dispatch, offload = placed.layout.dispatch, placed.layout.offload
+    dispatch = placed.layout.dispatch
+    offload = placed.layout.offload
     assert isinstance(dispatch, FixedShape)
     with placed.world.recorder.module("room"):
         most = max_(missing.clone(), placed.world.group("world"))
@@ -80,7 +82,8 @@ def sufficient_settings(placed: ModelParts, missing: Tensor) -> SufficientSettin
 
 def overflow_error(placed: ModelParts, needed: SufficientSettings) -> ValueError:
     """Return the error for a run that exceeded its capacity, with a sufficient setting."""
-    dispatch, offload = placed.layout.dispatch, placed.layout.offload
+    dispatch = placed.layout.dispatch
+    offload = placed.layout.offload
     assert isinstance(dispatch, FixedShape)
     if not needed.needed_rows:
         assert offload is not None and offload.pages is not None

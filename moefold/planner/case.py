@@ -170,7 +170,8 @@ class StageContents(NamedTuple):
         cls, parts: Iterable[StagePart], order: tuple[int, ...], main: int
     ) -> "StageContents":
         """Count parts; ``order`` is the kind of each layer, the ``main`` layers first."""
-        layers, kinds = Counter[int](), Counter[str]()
+        layers = Counter[int]()
+        kinds = Counter[str]()
         for part in parts:
             kinds[part.kind] += 1
             if part.kind in ("layer", "multi_token"):
@@ -208,7 +209,8 @@ def pipeline_contents(
     decoder: Decoder, stages: Stages, pp: int, way: StageMapping
 ) -> PipelineContents:
     """Return the parts of the model on each pipeline rank, by chunk and in total."""
-    parts, layers = stages.table(pp, way), (distinct_blocks(decoder)[1], layer_counts(decoder)[0])
+    parts = stages.table(pp, way)
+    layers = (distinct_blocks(decoder)[1], layer_counts(decoder)[0])
     chunks = tuple(tuple(StageContents.from_parts(c, *layers) for c in rank) for rank in parts)
     ranks = tuple(StageContents.from_parts(chain(*rank), *layers) for rank in parts)
     return PipelineContents(parts, chunks, ranks)

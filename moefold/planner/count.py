@@ -99,7 +99,8 @@ def count(decoder: Decoder) -> Counts:
     Each multi-token prediction block is counted as a whole under ``multi_token``: it reads the
     model's embedding and head once more, and its three norms count as one product each.
     """
-    hidden, matrix = decoder.hidden, decoder.vocab * decoder.hidden
+    hidden = decoder.hidden
+    matrix = decoder.vocab * decoder.hidden
     parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
     fixed = (embedding_weight(decoder) if decoder.tied else head_weight(decoder)).frozen
     parts["head"] = PartCounts(0 if decoder.tied else matrix, 0, matrix, matrix * fixed)
@@ -125,7 +126,8 @@ def count(decoder: Decoder) -> Counts:
 
 def _block_counts(block: Block, hidden: int) -> dict[str, PartCounts]:
     """Count a block by kind of part (``Weight.category``)."""
-    counts, routing = dict[str, PartCounts](), as_layer_spec(block.ffn).routing
+    counts = dict[str, PartCounts]()
+    routing = as_layer_spec(block.ffn).routing
     names = [f"layers.0.{norm}.weight" for norm in ("embed_norm", "row_norm", "join", "norm")]
     for name, spec in sublayers(block):
         read = (w for op, _, ws in spec.products(hidden) if not op.wide for w in ws)

@@ -98,7 +98,8 @@ class Constants:
 
     def __init__(self, values: Mapping[str, float], spread: Mapping[str, float]) -> None:
         """Store values by name, and the relative spread of predictions made with them."""
-        self.values, self.spread = dict(values), dict(spread)
+        self.values = dict(values)
+        self.spread = dict(spread)
         self._cache: dict[tuple[str, str, str, MeasuredRates], Rates] = {}
 
     def rates(self, device: str, stack: str, release: str, measured: MeasuredRates = ()) -> Rates:
@@ -127,7 +128,8 @@ class Constants:
 
         A release that is not a number matches only itself; empty if there is no match.
         """
-        prefix, suffix = f"{stack} ", ".device"
+        prefix = f"{stack} "
+        suffix = ".device"
         names = [n for n in self.values if n.startswith(prefix) and n.endswith(suffix)]
         releases = sorted(name.removesuffix(suffix).removeprefix(prefix) for name in names)
         if release in releases:

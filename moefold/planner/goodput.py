@@ -135,7 +135,8 @@ def scaling_curve(
     faults: Faults = Faults(),
 ) -> list[ScalingPoint]:
     """Return a layout's points on its smallest number of devices, doubled up to ``MAX_DEVICES``."""
-    points, devices = list[ScalingPoint](), choice.sizes.smallest_world
+    points = list[ScalingPoint]()
+    devices = choice.sizes.smallest_world
     while devices <= MAX_DEVICES:
         data_ranks = devices // (choice.sizes.tp * choice.sizes.cp * choice.sizes.pp)
         multiple = data_ranks * choice.micro_batch
@@ -144,7 +145,8 @@ def scaling_curve(
         scaled_task = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
         # No point where a data rank has too few micro-batches for the layout or the schedule.
         with suppress(ValueError):
-            step, expected = estimate_time(choice.build_case(scaled_task)), goodput(devices, faults)
+            step = estimate_time(choice.build_case(scaled_task))
+            expected = goodput(devices, faults)
             speed = batch * task.seq / step.seconds
             points.append(
                 ScalingPoint(

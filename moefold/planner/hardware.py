@@ -214,7 +214,8 @@ class Machine:
         if self.gpu:
             sold = find_device(self.name) or Device(self.name, (), 0, 0.0)
             peaks = tuple((dict(sold.peaks) | dict(device.peaks)).items())
-            memory, bandwidth = self.memory_bytes, self.bandwidth
+            memory = self.memory_bytes
+            bandwidth = self.bandwidth
             device = replace(sold, peaks=peaks, memory_bytes=memory, memory_bandwidth=bandwidth)
         return replace(device, rates=rates)
 

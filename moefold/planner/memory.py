@@ -153,7 +153,8 @@ def estimate_memory(case: Case) -> tuple[StageMemory, ...]:
 
 
 def _rank_memory(case: Case, rank: int) -> StageMemory:
-    stage, line = stage_bytes(case, rank), case.table.lines[rank]
+    stage = stage_bytes(case, rank)
+    line = case.table.lines[rank]
     actions = [
         ActionMemory(str(step), *stage.needed_during(running), *stage.offloaded_during(running))
         for step, running in zip(line, running_actions(line, case.sizes.vpp), strict=True)
@@ -170,7 +171,8 @@ def rank_totals(case: Case, limit: float = inf) -> Iterator[float]:
     Only actions that can be the peak are computed, those with the most chunks first; a rank that
     exceeds ``limit`` ends as soon as that is known, with a lower bound.
     """
-    estimator, software = _chunk_estimator(case), software_bytes(case)
+    estimator = _chunk_estimator(case)
+    software = software_bytes(case)
     fragmentation = software_overheads(case.cluster.device).fragmentation
     for rank, actions in enumerate(peak_candidates(case)):
         stage = stage_bytes(case, rank, estimator)
@@ -218,7 +220,8 @@ def software_overheads(device: Device) -> Overheads:
 
 def software_bytes(case: Case) -> float:
     """Return the bytes of software outside the allocator: context and communicators."""
-    software, folding = software_overheads(case.cluster.device), case.folding
+    software = software_overheads(case.cluster.device)
+    folding = case.folding
     groups = num_communicators(folding.attention, folding.experts)
     return software.context + groups * software.communicator
 
@@ -281,7 +284,8 @@ class StageBytes(NamedTuple):
 
         CUDA graphs of a pass hold memory for their activations and temporaries at all times.
         """
-        chunks, gradients = self.chunks, self.gradients_before(action)
+        chunks = self.chunks
+        gradients = self.gradients_before(action)
         activations, operands = self.saved_before(action)
         temporaries = freed = 0.0
         if action.backward is not None:
@@ -317,10 +321,13 @@ _cached_estimator = memoize(1 << 12)(ChunkEstimator)
 
 
 def _chunk_estimator(case: Case) -> ChunkEstimator:
-    software, overheads = case.software, software_overheads(case.cluster.device)
+    software = case.software
+    overheads = software_overheads(case.cluster.device)
     buffers = software.cuda_graphs != "none" and software.stack != "moefold"
     graphs = overheads.graph_buffers if buffers else 0.0
-    sharding, rows, shape = StateSharding.of(case), software.loss_chunk, layer_shape(case)
+    sharding = StateSharding.of(case)
+    rows = software.loss_chunk
+    shape = layer_shape(case)
     # A CPU holds logits and their logarithms in fp32; GPU kernels replace logits by their gradient.
     logit = 8 if overheads is CPU_OVERHEADS else shape.width
     return _cached_estimator(case.decoder, shape, sharding, case.memory_policy, graphs, rows, logit)
@@ -345,7 +352,8 @@ def layer_order(case: Case, rank: int) -> list[tuple[int, ...]]:
 
 def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
     """Return the numbers of pages of a rank on the device and on the host, by bytes per row."""
-    (blocks, order), (main, _) = distinct_blocks(case.decoder), layer_counts(case.decoder)
+    (blocks, order) = distinct_blocks(case.decoder)
+    (main, _) = layer_counts(case.decoder)
     chunks: list[ChunkBlocks] = []
     for parts in case.contents.parts[rank]:
         layers = [blocks[order[part.index]] for part in parts if part.kind == "layer"]
@@ -356,7 +364,8 @@ def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
 
 def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) -> StageBytes:
     """Return the bytes of a pipeline rank; ``estimator`` is the case's, if known already."""
-    estimator, contents = estimator or _chunk_estimator(case), case.contents.ranks[rank]
+    estimator = estimator or _chunk_estimator(case)
+    contents = case.contents.ranks[rank]
     orders = offload_order(case, rank)
     chunks = list(map(estimator.chunk_bytes, case.contents.chunks[rank], orders))
     state = estimator.states.rank_state(contents)
@@ -370,7 +379,8 @@ def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) 
         chunks[0] = chunks[0]._replace(first_gradients=chunks[0].first_gradients - table)
     allocated = sum(chunk.first_gradients + chunk.head_gradients for chunk in chunks)
     lasting_gradients = state.gradients - allocated
-    saved, deferred = [chunk.saved for chunk in chunks], [chunk.deferred for chunk in chunks]
+    saved = [chunk.saved for chunk in chunks]
+    deferred = [chunk.deferred for chunk in chunks]
     on_device = case.memory_policy.state_step == "device"
     state_update = estimator.states.update_peak(contents) if on_device else 0.0
     return StageBytes(state, chunks, saved, deferred, lasting_gradients, state_update, passes)
@@ -381,8 +391,10 @@ def add_graph_memory(
 ) -> tuple[StateBytes, list[ChunkBytes], tuple[int, ...]]:
     """Return state with the memory of CUDA graphs, chunks without the part of that memory that they
     count as activations, and the number of passes of each chunk with their own graphs."""
-    shape, ahead = layer_shape(case), layer_counts(case.decoder)[1]
-    captured, blocks = case.software.cuda_graphs, distinct_blocks(case.decoder)[0]
+    shape = layer_shape(case)
+    ahead = layer_counts(case.decoder)[1]
+    captured = case.software.cuda_graphs
+    blocks = distinct_blocks(case.decoder)[0]
     if not case.has_partial_graphs:
         if captured == "full" and case.software.stack == "moefold":
             state = replace(state, graphs=case.num_micro_batches * micro_batch_bytes(shape, ahead))
@@ -402,7 +414,8 @@ def add_graph_memory(
         for chunk, (_, saved) in zip(chunks, static, strict=True)
     ]
     graphs = sum(count * size for count, (size, _) in zip(passes, static, strict=True))
-    sharding, shards = StateSharding.of(case), 0.0
+    sharding = StateSharding.of(case)
+    shards = 0.0
     if sharding.zero < 2:
         return replace(state, graphs=graphs), chunks, passes
     # Graphs add to unsharded gradients in static memory, besides this rank's shards of the sums.
@@ -442,12 +455,14 @@ class MemoryAfter(NamedTuple):
 
 def memory_after_each(case: Case, rank: int) -> Iterator[MemoryAfter]:
     """Yield the memory after each action of a rank's line in the table."""
-    stage, orders = stage_bytes(case, rank), offload_order(case, rank)
+    stage = stage_bytes(case, rank)
+    orders = offload_order(case, rank)
     contents = zip(case.contents.chunks[rank], orders, stage.saved, strict=True)
     chunks = [_activations_by_name(case, *content) for content in contents]
     actions = list(running_actions(case.table.lines[rank], case.sizes.vpp))
     # Memory after an action is that before the next one; after the last, activations are zero.
-    zeros, all_chunks = (0,) * len(chunks), frozenset(range(len(chunks)))
+    zeros = (0,) * len(chunks)
+    all_chunks = frozenset(range(len(chunks)))
     last = RunningAction(None, None, "", zeros, zeros, all_chunks)
     for action in [*actions[1:], last]:
         sizes: dict[str, float] = {}
@@ -469,7 +484,9 @@ def _activations_by_name(
 
     ``order`` is the kinds of layers in order if anything is offloaded.
     """
-    sizes, (blocks, _), policy = Counter[str](), distinct_blocks(case.decoder), case.memory_policy
+    sizes = Counter[str]()
+    (blocks, _) = distinct_blocks(case.decoder)
+    policy = case.memory_policy
     for kind, count in contents.layers:
         for tensor in saved_tensors_of(case, blocks[kind]):
             if tensor.is_saved_under(policy.recompute):

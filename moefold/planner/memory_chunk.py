@@ -73,11 +73,17 @@ class ChunkEstimator:
         logit: int,
     ) -> None:
         """Store the inputs; a chunk of logits has ``rows`` rows and ``logit`` bytes per element."""
-        self.decoder, self.shape, self.policy, self.graphs = decoder, shape, policy, graphs
+        self.decoder = decoder
+        self.shape = shape
+        self.policy = policy
+        self.graphs = graphs
         self.blocks, _ = distinct_blocks(decoder)
-        self.loss_rows, self.logit = min(rows, shape.piece), logit
-        self.stack, self.recipe = sharding.stack, sharding.numbers.recipe
-        self.sharding, self.states = sharding, state_estimator(decoder, sharding)
+        self.loss_rows = min(rows, shape.piece)
+        self.logit = logit
+        self.stack = sharding.stack
+        self.recipe = sharding.numbers.recipe
+        self.sharding = sharding
+        self.states = state_estimator(decoder, sharding)
         self._by_content: dict[tuple[StageContents, tuple[int, ...]], ChunkBytes] = {}
 
     def chunk_bytes(self, stage: StageContents, order: tuple[int, ...] = ()) -> ChunkBytes:
@@ -122,7 +128,8 @@ class ChunkEstimator:
             forward = max(forward, self.loss_rows * columns * self.logit)
         weights, gradients = unsharded_units(self.decoder, self.sharding, stage)
         gathered = two_largest(weights)
-        forward, backward = forward + gathered, backward + gathered + two_largest(gradients)
+        forward = forward + gathered
+        backward = backward + gathered + two_largest(gradients)
         offloaded, prefetched, in_transfer = self._offload_bytes(stage, order)
         return ChunkBytes(
             (saved - sum(offloaded)) * (1 + self.graphs), deferred, forward, backward, fullest,
@@ -196,7 +203,8 @@ def unsharded_units(
     """Return the unsharded bytes of each unit during a pass: weights under ZeRO 3, and gradients
     from ZeRO 2 on; both are empty for other stacks.
     """
-    weights, gradients = list[float](), list[float]()
+    weights = list[float]()
+    gradients = list[float]()
     if sharding.stack != "moefold" or sharding.zero < 2:
         return weights, gradients
     for part, _, count in collective_counter(decoder, sharding).part_uses(stage):
@@ -226,13 +234,16 @@ def _block_bytes(
     saved = sum(unpaged(tensor, policy).bytes for tensor in stored)
     recomputed = sum(tensor.bytes for tensor in tensors) - saved
     spec = as_layer_spec(block.ffn)
-    rows, features = shape.piece, shape.hidden
+    rows = shape.piece
+    features = shape.hidden
     if spec.routing is not None:
-        rows, features = shape.received_rows(spec.routing), spec.routing.width or shape.hidden
+        rows = shape.received_rows(spec.routing)
+        features = spec.routing.width or shape.hidden
     output = rows * features * shape.width
     inner = rows * spec.activation_width(shape) * shape.width
     row = shape.hidden_bytes
-    forward, backward = inner + output + row, 4 * inner + 2 * output + 2 * row
+    forward = inner + output + row
+    backward = 4 * inner + 2 * output + 2 * row
     forward += sum(tensor.bytes for tensor in stored) - saved
     if shape.clones and spec.routing is not None:
         # Weights followed by those of clones; in backward also their gradients, twice in fp32.

@@ -38,7 +38,8 @@ class StaticBytes(NamedTuple):
 @memoize(1 << 10)
 def static_bytes(block: Block, shape: Shape, policy: MemoryPolicy, fixed: bool) -> StaticBytes:
     """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
-    spec, forwards = as_layer_spec(block.ffn), 1 + ("block" in policy.recompute)
+    spec = as_layer_spec(block.ffn)
+    forwards = 1 + ("block" in policy.recompute)
     balance = getattr(spec, "balance", ())
     losses = sum(getattr(term, "coefficient", 0) > 0 for term in balance) * STATISTIC
     routing = spec.routing
@@ -51,14 +52,16 @@ def static_bytes(block: Block, shape: Shape, policy: MemoryPolicy, fixed: bool) 
         if tensor.name in names and tensor.saved and tensor.is_saved_under(policy.recompute)
         if not (policy.page and tensor.rows)
     )
-    copies, width = shape.rows * routing.top_k, routing.width or shape.hidden
+    copies = shape.rows * routing.top_k
+    width = routing.width or shape.hidden
     row = shape.hidden_bytes
     latent = shape.rows * width * shape.width if routing.width else 0
     forward = 2 * row + losses + copies * STATISTIC + latent
     # With the router's choice, which is made once.
     backward = row + losses + copies * (STATISTIC + INDEX) + latent
     if fixed:
-        rows, adds = shape.received_rows(routing), "shared" in {o.name for o in spec.operations(1)}
+        rows = shape.received_rows(routing)
+        adds = "shared" in {o.name for o in spec.operations(1)}
         sent = rows * width * shape.width
         indices = rows + shape.rows * (routing.places or routing.top_k) + shape.places
         indices += shape.ep * shape.clones

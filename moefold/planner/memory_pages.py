@@ -72,13 +72,17 @@ class _PageSimulation:
 
     def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, policy: MemoryPolicy) -> None:
         self._in_flight = policy.in_flight
-        self._pages, self._num_offloaded = list[dict[int, Pages]](), list[int]()
+        self._pages = list[dict[int, Pages]]()
+        self._num_offloaded = list[int]()
         """Pages by layer that has any, and the number of offloaded layers, of each chunk."""
         for layers, multi_token, has_loss in chunks:
             pages = [_block_pages(block, shape, policy) for block in (*layers, *multi_token)]
             self._pages.append({layer: size for layer, size in enumerate(pages) if size})
             self._num_offloaded.append(offloaded_layers(policy.spill, len(layers), has_loss))
-        self._used, self._host, self.peak, self.host_peak = Pages(), Pages(), Pages(), Pages()
+        self._used = Pages()
+        self._host = Pages()
+        self.peak = Pages()
+        self.host_peak = Pages()
         self._leaving: deque[tuple[dict[int, str], int, Pages]] = deque()
         self._passes: dict[tuple[int, int], dict[int, str]] = {}
         """Where rows are, by pass in flight and layer: ``device``, ``leaving`` or ``host``."""
@@ -154,7 +158,8 @@ def page_bytes(device: Pages, host: Pages, page: int) -> tuple[int, int]:
 
 def _block_pages(block: Block, shape: Shape, policy: MemoryPolicy) -> Pages:
     """Return the pages of one block's rows, by bytes per row."""
-    spec, pages = as_layer_spec(block.ffn), Pages()
+    spec = as_layer_spec(block.ffn)
+    pages = Pages()
     if spec.routing is None:
         return pages
     planned = replace(shape, room=None, load=policy.page_load).received_rows(spec.routing)

@@ -56,7 +56,8 @@ class Widths(NamedTuple):
 
 def layer_shape(case: Case) -> Shape:
     """Return the shape of a case's layers."""
-    sizes, width = case.sizes, bytes_per_activation(case.number_formats.recipe)
+    sizes = case.sizes
+    width = bytes_per_activation(case.number_formats.recipe)
     # NCCL EP allocates room for all rows of all ranks.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
     room = case.fixed_dispatch
@@ -81,15 +82,19 @@ def saved_tensors(
         # Inner rows of adapters; those of feed-forwards are recomputed.
         saved = [tensor for tensor in coded_saved(block, shape) if tensor.from_forward]
         for adapter in block.adapters:
-            path, size = adapter.weight.split("."), shape.piece * shape.width * adapter.rank
+            path = adapter.weight.split(".")
+            size = shape.piece * shape.width * adapter.rank
             if path[-1] == "weight":
                 module = "attention" if path[0] == "attention" else "moe"
                 module = "shared" if "shared" in path else module
-                name, weights = f"{adapter.weight}.inner", (adapter.weight,)
+                name = f"{adapter.weight}.inner"
+                weights = (adapter.weight,)
                 saved.append(Saved(name, size, module=module, operand_of=weights))
         return tuple(saved)
-    code, wide = INPUT_CODE_BYTES.get(recipe, float(shape.width)), float(shape.width)
-    widths, saved = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
+    code = INPUT_CODE_BYTES.get(recipe, float(shape.width))
+    wide = float(shape.width)
+    widths = Widths(code, code if stack == "deepseek" else wide)
+    saved = list[Saved]()
     for _, spec in sublayers(block):
         saved.append(Saved("residual" if saved else "input", shape.hidden_bytes))
         saved += _megatron_sublayer(spec, shape, widths)
@@ -198,7 +203,8 @@ def _megatron_attention(
     spec: LayerSpec, core: Attention, shape: Shape, widths: Widths
 ) -> Iterator[Saved]:
     """Yield latents before and after their norms, queries, keys and values, and the output rows."""
-    rows, latents = shape.piece / shape.tp, [w for w in spec.weights(shape.hidden) if w.latent]
+    rows = shape.piece / shape.tp
+    latents = [w for w in spec.weights(shape.hidden) if w.latent]
     if latents:
         outputs = sum(n for n, _ in _product_widths(spec, shape, "attention", "own"))
         yield _saved("latents", shape.rows * outputs * shape.width)

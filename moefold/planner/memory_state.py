@@ -95,7 +95,9 @@ class StateSharding(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> "StateSharding":
         """Return the sharding of a case."""
-        sizes, folding, policy = case.sizes, case.folding, case.memory_policy
+        sizes = case.sizes
+        folding = case.folding
+        policy = case.memory_policy
         return cls(
             (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp,
             case.number_formats, policy.zero, policy.zero_ranks, 1 - policy.optimizer_offload,
@@ -113,18 +115,22 @@ class StateSharding(NamedTuple):
         return sum((self._weight_state(weight) for weight in weights), StateBytes())
 
     def _weight_state(self, weight: Weight) -> StateBytes:
-        numbers, local = self.numbers, weight.local_elements(*self.tp_ep_etp)
+        numbers = self.numbers
+        local = weight.local_elements(*self.tp_ep_etp)
         shards, _ = self.shards_and_replicas(weight.is_expert)
         elements = [local / (shards if self.zero >= stage else 1) for stage in range(4)]
-        copy, master_bytes = numbers.weight_bytes, numbers.master_bytes
+        copy = numbers.weight_bytes
+        master_bytes = numbers.master_bytes
         if self.stack == "moefold" and self.zero == 3 and shards > 1:
             copy = 0  # gathered from masters for each pass
         elif self.stack == "moefold" and not (weight.product and copy):
             # Read in the master's dtype: a gathered copy where masters are sharded.
             copy = master_bytes if self.zero in (1, 2) and shards > 1 else 0
-        recipe, history = None, 0
+        recipe = None
+        history = 0
         if isinstance(weight, CodedWeight):
-            recipe, history = weight.recipe, history_bytes(weight)
+            recipe = weight.recipe
+            history = history_bytes(weight)
         codes = self._code_bytes(weight, local)
         if weight.frozen:
             stored = (weight.reads_compute_dtype and numbers.weight_bytes) or master_bytes
@@ -134,8 +140,10 @@ class StateSharding(NamedTuple):
             gathered = 0 < self.zero < 3 and shards > 1 and recipe.kind == "mxfp8"
             copy, codes = (BF16_BYTES, 0.0) if gathered else (0, codes)
         elif codes and not weight.product:
-            copy, codes = max(copy, BF16_BYTES), 0.0
-        resident, offloaded = self.device_share, 1 - self.device_share
+            copy = max(copy, BF16_BYTES)
+            codes = 0.0
+        resident = self.device_share
+        offloaded = 1 - self.device_share
         if self.resident_weights and recipe is None:
             read = numbers.weight_bytes if weight.product else 0
             copy = copy * resident + (read or master_bytes) * offloaded
@@ -181,7 +189,8 @@ class StateEstimator:
     """State of the parts of a model, cached by part."""
 
     def __init__(self, decoder: Decoder, sharding: StateSharding) -> None:
-        self.decoder, self.sharding = decoder, sharding
+        self.decoder = decoder
+        self.sharding = sharding
         self._by_part: dict[Part, StateBytes] = {}
 
     def part_state(self, part: Part) -> StateBytes:

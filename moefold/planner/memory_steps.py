@@ -43,13 +43,16 @@ class RunningAction(NamedTuple):
 
     def dominates(self, other: "RunningAction") -> bool:
         """Return whether another action that runs the same passes needs at most as much memory."""
-        counts, other_counts = self.saved + self.deferred, other.saved + other.deferred
+        counts = self.saved + self.deferred
+        other_counts = other.saved + other.deferred
         return self.with_gradients >= other.with_gradients and all(map(ge, counts, other_counts))
 
 
 def running_actions(line: Line, chunks: int) -> Iterator[RunningAction]:
     """Yield the actions of a rank's line in the table, which has ``chunks`` chunks."""
-    saved, deferred, begun = [0] * chunks, [0] * chunks, frozenset[int]()
+    saved = [0] * chunks
+    deferred = [0] * chunks
+    begun = frozenset[int]()
     for step in line:
         forward = backward = None
         kind = ""
@@ -57,7 +60,8 @@ def running_actions(line: Line, chunks: int) -> Iterator[RunningAction]:
             if action.kind == "F":
                 forward = action.chunk
             else:
-                backward, kind = action.chunk, action.kind
+                backward = action.chunk
+                kind = action.kind
         running = RunningAction(forward, backward, kind, tuple(saved), tuple(deferred), begun)
         yield running
         if forward is not None:

@@ -57,7 +57,8 @@ def _domain_size(cluster: Cluster) -> int:
     """Return the ranks per domain: all if the cluster fills whole domains or less than one, else
     the largest power of two.
     """
-    domain, devices = cluster.domain, cluster.devices
+    domain = cluster.domain
+    devices = cluster.devices
     if devices <= domain or devices % domain == 0:
         return min(domain, devices)
     return 1 << (domain.bit_length() - 1)
@@ -71,7 +72,9 @@ def ring_seconds(moved: float, group: GroupReach, cluster: Cluster, rates: Rates
     """
     if group.size == 1 or not moved:
         return 0.0
-    device, inside, domains = cluster.device, group.ranks_per_domain, group.domains
+    device = cluster.device
+    inside = group.ranks_per_domain
+    domains = group.domains
     links = moved * (inside - 1) / inside / (device.link_bandwidth * RING_EFFICIENCY)
     if domains == 1:
         return links + LINK_LATENCY
@@ -102,7 +105,8 @@ class DispatchRows:
         """
         if self.groups_kept is None or count > self.groups:
             return expected_distinct(count, self.top_k)
-        per_domain, missed = self.groups // count, 1.0
+        per_domain = self.groups // count
+        missed = 1.0
         for i in range(self.groups_kept):
             missed *= max(0.0, (self.groups - per_domain - i) / (self.groups - i))
         used = expected_distinct(self.groups_kept, self.top_k) / self.groups_kept
@@ -126,7 +130,8 @@ def exchange_seconds(
     """
     if group.size == 1:
         return 0.0
-    device, ranks = cluster.device, group.size
+    device = cluster.device
+    ranks = group.size
     if dispatcher == "allgather":
         return ring_seconds(rows.rows * rows.bytes * ranks, group, cluster, rates)
     if dispatcher == "spread":

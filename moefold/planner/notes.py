@@ -38,7 +38,8 @@ def folder_notes(run: Run) -> tuple[str, ...]:
 
 def step_notes(run: Run) -> tuple[str, ...]:
     """Return the notes that do not depend on the training data."""
-    decoder, seq = run.decoder(), run.data.seq
+    decoder = run.decoder()
+    seq = run.data.seq
     notes = list(_useless_recompute_notes(run, decoder))
     ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
     scalings = [s for rope in ropes if rope is not None for s in (rope.yarn, rope.bands) if s]
@@ -54,7 +55,8 @@ def step_notes(run: Run) -> tuple[str, ...]:
 
 def _useless_recompute_notes(run: Run, decoder: Decoder) -> Iterator[str]:
     """Yield a note for each module whose recompute saves no activation memory."""
-    record, sizes = run.layout.recompute, run.layout.split
+    record = run.layout.recompute
+    sizes = run.layout.split
     if not isinstance(record, Selective):
         return
     # For a micro-batch of one row on each tensor rank.

@@ -32,8 +32,11 @@ EXCHANGE_PARTS = ("tp", "cp", "dispatch", "offload")
 
 def plan_json(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return a plan as JSON data. Times are in seconds, memory in GB."""
-    task, best = plan.task, plan.best
-    cluster, device, software = task.cluster, task.cluster.device, task.software
+    task = plan.task
+    best = plan.best
+    cluster = task.cluster
+    device = task.cluster.device
+    software = task.software
     goodput = plan.expected_goodput
     return {
         "run": task.name,
@@ -95,7 +98,10 @@ FIGURES = (
 
 
 def _layout_json(layout: PlannedLayout) -> dict[str, Any]:
-    case, choice, time, memory = layout.case, layout.choice, layout.time, layout.memory
+    case = layout.case
+    choice = layout.choice
+    time = layout.time
+    memory = layout.memory
     policy = choice.memory_policy
     return {
         **{name: getattr(layout, name) for name in FIGURES},
@@ -139,7 +145,8 @@ def render_page(plan: Plan, tokens: float) -> str:
     data = page_data(plan, tokens)
     # Data inside a script element must not contain the end of that element or begin a comment.
     packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    task, device = plan.task, plan.task.cluster.device.name
+    task = plan.task
+    device = plan.task.cluster.device.name
     title = f"{task.name} on {task.cluster.devices:,} {device}"
     text = TEMPLATE.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title))
     return text.replace("__DATA__", packed)
@@ -147,7 +154,8 @@ def render_page(plan: Plan, tokens: float) -> str:
 
 def page_data(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return the plan as JSON data, with data to draw its main layouts and their scaling."""
-    best, scaling = plan.best, None
+    best = plan.best
+    scaling = None
     layouts = {"given": plan.given, "fastest": best}
     if plan.trainable and plan.trainable.choice not in [x.choice for x in layouts.values() if x]:
         layouts["fastest today"] = plan.trainable
@@ -165,7 +173,9 @@ def page_data(plan: Plan, tokens: float) -> dict[str, Any]:
 
 def _layout_details(layout: PlannedLayout) -> dict[str, Any]:
     """Return a layout's JSON data with that of its drawings."""
-    case, folding, imbalance = layout.case, layout.case.folding, []
+    case = layout.case
+    folding = layout.case.folding
+    imbalance = []
     for load in SHOWN_LOADS:
         loaded = replace(case, load=load_with_clones(load, case.clones))
         peak = max(rank_totals(loaded))
@@ -202,7 +212,8 @@ def _layout_details(layout: PlannedLayout) -> dict[str, Any]:
 def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
     """Return a grid as drawn: the last axis downwards, the others to the right."""
     sizes = [grid.sizes[axis] for axis in axes]
-    shown, cells = [], MAX_CELLS
+    shown = []
+    cells = MAX_CELLS
     for size in sizes[:3]:
         shown.append(min(size, cells))
         cells = max(1, cells // shown[-1])
@@ -242,7 +253,10 @@ def _memory_line(layout: PlannedLayout) -> list[list[Any]]:
 
 def _timeline(layout: PlannedLayout) -> dict[str, Any]:
     """Return the timeline of all pipeline ranks, for a step with few micro-batches."""
-    case, time, (pp, vpp) = layout.case, layout.time, (layout.case.sizes.pp, layout.case.sizes.vpp)
+    case = layout.case
+    time = layout.time
+    pp = case.sizes.pp
+    vpp = case.sizes.vpp
     drawn = min(case.num_micro_batches, max(3 * pp, 4))
     if any(case.schedule.violations(pp, vpp, drawn)):
         drawn = case.num_micro_batches

@@ -78,7 +78,9 @@ class PlannedLayout:
     @property
     def policies(self) -> str:
         """What the layout does besides its sizes, in words."""
-        choice, policy, sizes = self.choice, self.choice.memory_policy, self.choice.sizes
+        choice = self.choice
+        policy = self.choice.memory_policy
+        sizes = self.choice.sizes
         tier = "disk" if policy.state_on_disk else "host"
         modules = policy.recompute, policy.offload, policy.disk
         recomputed, offloaded, on_disk = ("+".join(sorted(names)) for names in modules)
@@ -259,8 +261,11 @@ def plan(
         cluster = replace(cluster, device=with_memory(cluster.device, round(memory_gb * GB)))
     task, choice, loaded = _resolve_task(run, cluster, batch, seq, load, overrides)
     given, given_problem = _given_layout(task, choice, loaded)
-    search, space, recipe = Search(task), full_space(task), task.number_formats.recipe
-    layouts, same_format = _search_layouts(search, space, top), ()
+    search = Search(task)
+    space = full_space(task)
+    recipe = task.number_formats.recipe
+    layouts = _search_layouts(search, space, top)
+    same_format = ()
     if {layout.choice.recipe for layout in layouts} != {recipe}:
         same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
     trainable, trainable_problem = _trainable_layout(search, loaded)
@@ -342,7 +347,8 @@ def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | 
     """Return the fastest layout that training executes and that the run's rules allow, or None and
     why there is none.
     """
-    task, refused = search.task, ""
+    task = search.task
+    refused = ""
     if task.untrained_kinds:
         return None, f"training does not support the model's {', '.join(task.untrained_kinds)}"
     for found in search.iter_fitting(trainable_space(task)):
@@ -360,7 +366,8 @@ def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | 
 
 def _run_violations(run: Run, layout: PlannedLayout) -> Iterator[Violation]:
     """Yield the rules of a run that it breaks in a layout."""
-    fragment, rows = _run_overrides(run, layout), {"rows": layout.quantised_rows}
+    fragment = _run_overrides(run, layout)
+    rows = {"rows": layout.quantised_rows}
     train: dict[str, Any] = {name: fragment["train"][name] for name in ("batch", "micro_batch")}
     if run.train.quantise is not None:
         train["quantise"] = run.train.quantise.model_copy(update=rows)
@@ -373,7 +380,8 @@ def _run_violations(run: Run, layout: PlannedLayout) -> Iterator[Violation]:
 
 def _run_overrides(run: Run, layout: PlannedLayout) -> dict[str, Any]:
     """Return a layout's fragment for merging over a run: what only the run sets is reset."""
-    fragment, defaults = run_file_fragment(layout), to_dict(Layout())
+    fragment = run_file_fragment(layout)
+    defaults = to_dict(Layout())
     fields = fragment["layout"]
     for name, own in to_dict(run.layout).items():
         planned = fields.get(name)
@@ -393,14 +401,16 @@ def _search_layouts(search: Search, space: SearchSpace, top: int = 1) -> tuple[P
 
 def _published_layouts(task: TrainingTask) -> list[PlannedLayout]:
     """Return published layouts of the model that are legal on the cluster, its device's first."""
-    name, cluster = find_model(task.name), task.cluster
+    name = find_model(task.name)
+    cluster = task.cluster
     rows = [row for row in published_layouts(name) if row.seq == task.seq] if name else []
 
     def distance(row: PublishedLayout) -> tuple[bool, float]:
         ratio = row.devices / cluster.devices
         return row.device != cluster.device.name, max(ratio, 1 / ratio)
 
-    layouts, main_task = [], replace(task, decoder=with_multi_token(task.decoder, ()))
+    layouts = []
+    main_task = replace(task, decoder=with_multi_token(task.decoder, ()))
     for row in sorted(rows, key=distance):
         choice = row.choice
         further = choice.stages is not None and "m" in choice.stages.text
@@ -436,7 +446,9 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
     """
     if layout.unsupported:
         raise ValueError(f"training does not support {', '.join(layout.unsupported)}")
-    case, choice, policy = layout.case, layout.choice, layout.choice.memory_policy
+    case = layout.case
+    choice = layout.choice
+    policy = layout.choice.memory_policy
     fields: dict[str, Any] = {"sizes": choice.sizes.text}
     if choice.stages is not None:
         fields["stages"] = choice.stages.text

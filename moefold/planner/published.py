@@ -87,7 +87,8 @@ def published_model(name: str) -> PublishedModel:
 def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:
     """Return the blocks of a transformer, dense ones first or alternating."""
     moe = _moe(entry, biased=name.startswith("GPT-OSS"))
-    num_dense, num_moe = entry.get("dense_layers", 0), entry["moe_layers"]
+    num_dense = entry.get("dense_layers", 0)
+    num_moe = entry["moe_layers"]
     pattern = [make_block(attention, moe) for attention in _attention_pattern(name, entry)]
     blocks = [pattern[i % len(pattern)] for i in range(num_dense + num_moe)]
     if num_dense:
@@ -147,7 +148,9 @@ def _hybrid_blocks(entry: dict[str, Any]) -> list[Block]:
     """Return the blocks of a pattern of letters: M state space, * attention, E experts."""
     attention = Gqa(**{key: entry[key] for key in ("heads", "kv_heads", "head_dim")})
     mixers = {"M": Mamba2(**entry["mamba"]), "*": attention}
-    letters, moe, no_layer = entry["hybrid_pattern"], _moe(entry), AbsentLayer()
+    letters = entry["hybrid_pattern"]
+    moe = _moe(entry)
+    no_layer = AbsentLayer()
     return [
         make_block(mixers[letter], moe if after == "E" else no_layer)
         for letter, after in zip(letters, letters[1:] + "-", strict=True)

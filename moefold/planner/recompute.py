@@ -71,10 +71,12 @@ def resolve_memory_limit(case: Case, limit: float | None = None, to: OffloadTarg
         least = least if peak is None else peak
         if least <= room:
             return room
-    size, advice = f"{room / 1e9:.4g} GB", "raise the limit, or "
+    size = f"{room / 1e9:.4g} GB"
+    advice = "raise the limit, or "
     stated = f"layout.recompute.limit {size}"
     if limit is None:
-        reserve, advice = f"memory less {100 * MEMORY_RESERVE:.0f} %", ""
+        reserve = f"memory less {100 * MEMORY_RESERVE:.0f} %"
+        advice = ""
         stated = f"layout.recompute auto with {size} ({reserve})"
     raise ValueError(
         f"{stated}: whatever is recomputed, the fullest rank needs {least / 1e9:.4g} GB; "

@@ -124,7 +124,8 @@ class Search:
 
     def __init__(self, task: TrainingTask) -> None:
         """Count the task's layers, and separate routed experts from the rest of their layers."""
-        self.task, self.foldings = task, Foldings.for_task(task)
+        self.task = task
+        self.foldings = Foldings.for_task(task)
         blocks, order = distinct_blocks(task.decoder)
         layers = Counter(order)
         self.most_common = layers.most_common(1)[0]
@@ -157,7 +158,8 @@ class Search:
         """Yield the layouts of a space that fit, one per folding, the fastest first."""
         limit = self.task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
         steps = (self.depths, self.schedules, self.stages)
-        yielded, tie_breaker = set[tuple[int, ...]](), count()
+        yielded = set[tuple[int, ...]]()
+        tie_breaker = count()
         # Partial layouts: lower bound of seconds, tie breaker, index of the next step, layout.
         heap: list[tuple[float, int, int, Any]] = []
         extended: Iterable[tuple[float, int, Any]] = self.grids(space)
@@ -192,7 +194,8 @@ class Search:
                 continue
             # A rank's micro-batches times its share of the layers, which does not depend on pp.
             passes = self.task.batch * tp * cp / (foldings.world * micro_batch)
-            dense, experts = self._dense_seconds(attention), self._expert_seconds(space, attention)
+            dense = self._dense_seconds(attention)
+            experts = self._expert_seconds(space, attention)
             for ep, etp in foldings.expert_grids(tp, cp):
                 bound = (dense + experts[ep, etp]) * passes + self._fixed_seconds(attention, 0.0)
                 yield bound, 0, Grids(recipe, micro_batch, tp, cp, ep, etp)
@@ -217,7 +220,9 @@ class Search:
         self, space: SearchSpace, depth: PipelineDepth, limit: float
     ) -> Iterator[tuple[float, int, Any]]:
         """Yield every schedule with virtual stages and dispatcher, and a depth that saves less."""
-        grids, pp, m = depth.grids, depth.pp, depth.num_micro_batches
+        grids = depth.grids
+        pp = depth.pp
+        m = depth.num_micro_batches
         option, *further = depth.alternatives
         if further:
             less_saved = depth._replace(alternatives=tuple(further))
@@ -245,7 +250,8 @@ class Search:
         """Yield a layout and its step time, where it may fit: with balanced stages, with stages of
         equal time, and with these but multi-token layers off the stage of the loss.
         """
-        case, sizes = choice.build_case(self.task), choice.sizes
+        case = choice.build_case(self.task)
+        sizes = choice.sizes
         if peak_within(case, limit * MEMORY_SLACK) is None:
             return
         step_time = estimate_time(case)
@@ -363,7 +369,9 @@ class Search:
 
     def lower_bound(self, space: SearchSpace, depth: PipelineDepth) -> float:
         """Return a lower bound of a depth's seconds with any schedule."""
-        grids, pp, option = depth.grids, depth.pp, depth.alternatives[0]
+        grids = depth.grids
+        pp = depth.pp
+        option = depth.alternatives[0]
         slowest = min(
             self._pass_bounds(grids, dispatch, paired, option, pp)[1]
             for dispatch, paired in self._fastest_dispatchers(space, grids)
@@ -377,12 +385,15 @@ class Search:
 
         A pipeline's slowest rank has at least its share of the layers' time, without model ends.
         """
-        grids, pp, key = depth.grids, depth.pp, ("data", depth.grids, depth.pp, depth.zero)
+        grids = depth.grids
+        pp = depth.pp
+        key = ("data", depth.grids, depth.pp, depth.zero)
         inputs = self._layer_inputs(grids, "local")
         rates = inputs[1].rates
         if key not in self._cache:
             passes = PassTime(self.task.decoder, *inputs)
-            contents, share = self.all_layers, 1.0
+            contents = self.all_layers
+            share = 1.0
             if pp > 1:
                 contents = StageContents(self.all_layers.layers)
                 model = passes.layers_time(self.all_layers).device_seconds
@@ -440,7 +451,8 @@ class Search:
             recomputes = dict.fromkeys(recompute for recompute, _ in space.recompute_offload_pairs)
             by_module = {recompute: saved_by_module(saved, recompute) for recompute in recomputes}
             for recompute, offload in space.recompute_offload_pairs:
-                modules, option = by_module[recompute], (recompute, offload)
+                modules = by_module[recompute]
+                option = (recompute, offload)
                 size = sizes[option] = modules.total() - sum(modules[module] for module in offload)
                 if any(sizes.get((recompute - {module}, offload)) == size for module in recompute):
                     continue
@@ -460,7 +472,8 @@ class Search:
         self, grids: Grids, dispatch: Dispatcher, option: RecomputeOffload = NO_RECOMPUTE_OFFLOAD
     ) -> tuple[RankShare, KernelSetting, LayerPolicy]:
         """Return the inputs of a layer's time; settings are cached by format."""
-        task, recipe = self.task, grids.recipe
+        task = self.task
+        recipe = grids.recipe
         if recipe not in self._cache:
             options = task.number_formats.recipe_options
             self._cache[recipe] = build_setting(task.cluster, task.software, recipe, options)

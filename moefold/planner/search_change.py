@@ -40,8 +40,10 @@ def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutCha
     If the layout fits, these are changes that fit and are faster, the fastest first; otherwise
     changes that make it fit, the fastest first, or else those that save most memory.
     """
-    case, memory = choice.build_case(task), task.cluster.device.memory_bytes
-    seconds, peak = estimate_time(case).seconds, max(rank_totals(case))
+    case = choice.build_case(task)
+    memory = task.cluster.device.memory_bytes
+    seconds = estimate_time(case).seconds
+    peak = max(rank_totals(case))
     limit = memory * (1 - MEMORY_RESERVE) if peak <= memory * (1 - MEMORY_RESERVE) else memory
     timed = []
     for description, changed in _single_changes(task, choice):
@@ -49,12 +51,14 @@ def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutCha
             changed_case = changed.build_case(task)
             timed.append((estimate_time(changed_case).seconds, description, changed, changed_case))
     timed.sort(key=lambda entry: entry[0])
-    fits, changes = peak <= limit, list[LayoutChange]()
+    fits = peak <= limit
+    changes = list[LayoutChange]()
     for changed_seconds, description, changed, changed_case in timed:
         if fits and (changed_seconds >= seconds or len(changes) == MAX_CHANGES):
             break
         changed_peak = max(rank_totals(changed_case))
-        saved_share, saved_bytes = 1 - changed_seconds / seconds, peak - changed_peak
+        saved_share = 1 - changed_seconds / seconds
+        saved_bytes = peak - changed_peak
         if changed_peak <= limit if fits else saved_bytes > 0:
             changes.append(
                 LayoutChange(description, changed, saved_share, saved_bytes, changed_peak <= limit)
@@ -67,7 +71,8 @@ def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutCha
 
 def _single_changes(task: TrainingTask, choice: LayoutChoice) -> Iterator[tuple[str, LayoutChoice]]:
     """Yield all changes of one policy, or of one size by a factor of two, with descriptions."""
-    space, policy = full_space(task), choice.memory_policy
+    space = full_space(task)
+    policy = choice.memory_policy
     model = model_needs(task.decoder, task.seq)
     balanced = replace(choice, stages=None)
     for axis in AXES:

@@ -101,7 +101,8 @@ def trainable_space(task: TrainingTask) -> SearchSpace:
 
 def candidate_recipes(device: Device, own: Recipe) -> tuple[Recipe, ...]:
     """Return a run's own recipe, and bf16 and narrower recipes that a device has units for."""
-    formats, recipes = dict(device.peaks), list[Recipe]((own,))
+    formats = dict(device.peaks)
+    recipes = list[Recipe]((own,))
     if "bf16" in formats:
         recipes.append("bf16")
     if "fp4" in formats:
@@ -144,7 +145,8 @@ class Foldings:
     @classmethod
     def for_task(cls, task: TrainingTask) -> "Foldings":
         """Return the legal sizes for a task by the requirements in ``spec.decoder``."""
-        model, world = model_needs(task.decoder, task.seq), task.cluster.devices
+        model = model_needs(task.decoder, task.seq)
+        world = task.cluster.devices
         sizes = dict[str, tuple[int, ...]]()
         for axis in ("tp", "cp", "ep", "etp"):
             units = [unit for unit in model.units if unit.axis == axis]

@@ -140,13 +140,15 @@ class LayoutChoice:
         Raises:
             ValueError: the layout is not legal for the task.
         """
-        formats, software = replace(task.number_formats, recipe=self.recipe), task.software
+        formats = replace(task.number_formats, recipe=self.recipe)
+        software = task.software
         if self.recipe == "fp32":
             formats = replace(formats, weight_bytes=0)
         overlaps = replace(software.overlaps, ep=self.schedule.overlaps_passes)
         stages = self.stages
         if stages is None:
-            layers, mapping = layer_counts(task.decoder), self.schedule.stage_mapping
+            layers = layer_counts(task.decoder)
+            mapping = self.schedule.stage_mapping
             stages = balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, mapping)
         decoder = task.decoder
         if software.stack == "moefold":
@@ -182,7 +184,8 @@ class LayoutChoice:
     @property
     def unsupported(self) -> tuple[str, ...]:
         """Policies of this layout that training cannot execute yet, or only with other packages."""
-        policy, policies = self.memory_policy, []
+        policy = self.memory_policy
+        policies = []
         if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in THIRD_PARTY_DISPATCHERS:
             policies.append(f"dispatch {self.dispatch}")
         recompute = policy.recompute - {*get_args(RecomputeKind), "block"}
@@ -226,12 +229,15 @@ def _parse_run(
     """Return a run's task and layout and, where ``auto`` recompute is to be decided, its inputs:
     the case without recompute, the memory limit, and the target of offload.
     """
-    precision, quantise, loss = run.train.precision, run.train.quantise, run.train.loss
+    precision = run.train.precision
+    quantise = run.train.quantise
+    loss = run.train.loss
     if precision == "fp64":
         raise ValueError("train.precision fp64 is for proofs, not for plans: use bf16 or fp32")
     if precision == "auto":
         precision = faster_precision(dict(cluster.device.peaks))
-    recipe, options = cast("Recipe", precision), set[Any]()
+    recipe = cast("Recipe", precision)
+    options = set[Any]()
     if isinstance(quantise, Quantise):
         recipe = cast("Recipe", quantise.kind)
         options |= {"rows"} if quantise.wire == "codes" else set()
@@ -289,7 +295,9 @@ def _planned_load(run: Run) -> float:
 
 def with_memory_policy(run: Run, policy: MemoryPolicy) -> Run:
     """Return a run in which a plan's recompute and offload records replace ``auto``."""
-    auto, modules, targets = run.layout.recompute, policy.recompute, dict[str, Any]()
+    auto = run.layout.recompute
+    modules = policy.recompute
+    targets = dict[str, Any]()
     if not isinstance(auto, Auto):
         return run
     update: dict[str, Any] = {"recompute": None}
@@ -312,7 +320,9 @@ def layout_choice(layout: Layout, micro_batch: int, recipe: Recipe) -> LayoutCho
     Raises:
         ValueError: the planner does not know one of its records.
     """
-    context, dispatch, state = layout.context, layout.dispatch, layout.state
+    context = layout.context
+    dispatch = layout.dispatch
+    state = layout.state
     if not isinstance(context, Context):
         raise ValueError(f"layout.context: {type(context).__name__} cannot be planned")
     return LayoutChoice(

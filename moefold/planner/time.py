@@ -124,15 +124,18 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     Raises:
         ValueError: a layer has no description.
     """
-    software, numbers = case.software, case.number_formats
+    software = case.software
+    numbers = case.number_formats
     products = numbers.recipe, numbers.recipe_options
     setting = build_setting(case.cluster, software, *products, constants)
-    rates, m = setting.rates, case.num_micro_batches
+    rates = setting.rates
+    m = case.num_micro_batches
     passes = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
     work = [passes.layers_time(stage) for stage in case.contents.ranks]
     ranks = [passes.micro_batch_time(time, software.overlaps.ep) for time in work]
     slow = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
-    slowest, stage = ranks[slow], case.contents.ranks[slow]
+    slowest = ranks[slow]
+    stage = case.contents.ranks[slow]
     seconds = pipeline_seconds(case.schedule, m, case.sizes.vpp, [rank.seconds for rank in ranks])
     parts = {name: m * part for name, part in slowest.parts.items()}
     if software.overlaps.ep:
@@ -172,10 +175,12 @@ class PassTime:
         self, decoder: Decoder, share: RankShare, setting: KernelSetting, policy: LayerPolicy
     ) -> None:
         """Store the model, a rank's part of a micro-batch, and the setting."""
-        self.decoder, self.blocks = decoder, distinct_blocks(decoder)[0]
+        self.decoder = decoder
+        self.blocks = distinct_blocks(decoder)[0]
         head = embedding_weight(decoder) if decoder.tied else head_weight(decoder)
         self.frozen_head = head.frozen
-        self.inputs, self.rates = (share, setting, policy), setting.rates
+        self.inputs = (share, setting, policy)
+        self.rates = setting.rates
         self._by_content: dict[StageContents, WorkTime] = {}
 
     def layers_time(self, stage: StageContents) -> WorkTime:
@@ -198,12 +203,14 @@ class PassTime:
 
         ``overlaps_dispatch``: exchanges overlap with compute of another micro-batch.
         """
-        passes, hidden = list[float](), 0.0
+        passes = list[float]()
+        hidden = 0.0
         parts: dict[str, float] = dict.fromkeys((*PARTS, "host"), 0.0)
         for by_part, host in (
             (time.forward, time.host_forward), (time.backward, time.host_backward)
         ):  # fmt: skip
-            work, exchange = sum(by_part.values()), by_part.get("dispatch", 0.0)
+            work = sum(by_part.values())
+            exchange = by_part.get("dispatch", 0.0)
             overlap = min(exchange * self.rates.hidden, 0.8 * (work - exchange))
             overlap = overlap if overlaps_dispatch else 0.0
             device = work - overlap + EXCHANGE_SM_COST * overlap
@@ -230,11 +237,14 @@ def data_parallel_seconds(
         stage: the rank's parts of the model.
         passes: seconds of a micro-batch on the rank.
     """
-    cluster, m, overlaps = case.cluster, case.num_micro_batches, case.software.overlaps
+    cluster = case.cluster
+    m = case.num_micro_batches
+    overlaps = case.software.overlaps
     if case.software.stack == "moefold":
         collectives = collective_seconds(case, stage, rates)
         return exposed_seconds(case, collectives, stage, (passes.forward, passes.backward), rates)
-    sizes, folding = case.sizes, case.folding
+    sizes = case.sizes
+    folding = case.folding
     weights = (
         (work.weights - work.experts, strided_reach(cluster, folding.dp * sizes.cp, sizes.tp)),
         (work.experts, strided_reach(cluster, folding.edp, sizes.ep * sizes.etp)),
@@ -244,13 +254,16 @@ def data_parallel_seconds(
         return sum(ring_seconds(count * width, group, cluster, rates) for count, group in weights)
 
     # Each pair is the seconds of a collective and the compute that can hide it.
-    gathers, reductions = 1, m if case.memory_policy.zero == 2 else 1
+    gathers = 1
+    reductions = m if case.memory_policy.zero == 2 else 1
     forward = ring(2.0), ONCE_HIDDEN_SHARE * overlaps.parameters * passes.forward
     hiding = ONCE_HIDDEN_SHARE * overlaps.gradients * passes.backward
     backward = ring(case.number_formats.gradient_bytes), hiding
     if case.memory_policy.zero == 3 and sizes.pp == 1:
         # Weights are gathered and gradients reduced in every micro-batch.
-        gathers, reductions, share = m, m, rates.hidden_shards * overlaps.parameters
+        gathers = m
+        reductions = m
+        share = rates.hidden_shards * overlaps.parameters
         forward = forward[0], share * passes.forward
         backward = 2 * forward[0], share * passes.backward
     hidden = gathers * min(forward) + reductions * min(backward)
@@ -259,7 +272,9 @@ def data_parallel_seconds(
 
 def _optimizer_seconds(case: Case, stage: StageContents, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update on device, host and disk."""
-    numbers, policy, device = case.number_formats, case.memory_policy, case.cluster.device
+    numbers = case.number_formats
+    policy = case.memory_policy
+    device = case.cluster.device
     counter = collective_counter(case.decoder, StateSharding.of(case))
     local, updated = counter.trained_elements(stage)
     state = numbers.master_bytes + 2 * numbers.matrix_moment_bytes
@@ -289,7 +304,9 @@ def pipeline_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float])
         v: chunks per rank.
         ranks: seconds of a micro-batch's forward and backward over all chunks of each rank.
     """
-    p, slowest, total = len(ranks), max(ranks), sum(ranks)
+    p = len(ranks)
+    slowest = max(ranks)
+    total = sum(ranks)
     if isinstance(schedule, STEADY_SCHEDULES):
         filling = (total - slowest) / v
         return m * slowest + filling + _startup_idle(schedule, p, v, m) * total / p
@@ -350,7 +367,8 @@ def newton_schulz_seconds(case: Case, stage: int, rates: Rates) -> float:
     rule = case.number_formats.optimizer
     if not isinstance(rule, Muon):
         return 0.0
-    peak, total = case.cluster.device.peak("bf16"), 0.0
+    peak = case.cluster.device.peak("bf16")
+    total = 0.0
     for part, copies in layers_and_norm(case.contents.ranks[stage]):
         for weight in part_weights(case.decoder, part) if copies else ():
             if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):

@@ -70,7 +70,8 @@ class CollectiveCounter:
     """Data-parallel collectives of a layout's ranks by their layers; equal parts are counted."""
 
     def __init__(self, decoder: Decoder, sharding: StateSharding) -> None:
-        self.decoder, self.sharding = decoder, sharding
+        self.decoder = decoder
+        self.sharding = sharding
         self._by_part: dict[Part, PartCollectives] = {}
         self._by_content: dict[StageContents, Counter[Collective]] = {}
 
@@ -80,7 +81,8 @@ class CollectiveCounter:
         """
         if stage in self._by_content:
             return self._by_content[stage]
-        counts, sums = Counter[Collective](), defaultdict[tuple[CopyGroup, bool], float](float)
+        counts = Counter[Collective]()
+        sums = defaultdict[tuple[CopyGroup, bool], float](float)
         for part, uses, copies in self.part_uses(stage):
             for bucket in part.buckets:
                 counts[bucket] += uses if bucket.per_micro_batch(self.sharding.zero) else copies
@@ -133,11 +135,14 @@ class PartCollectives(NamedTuple):
     @classmethod
     def of(cls, decoder: Decoder, part: Part, sharding: StateSharding) -> "PartCollectives":
         """Return the collectives of a part."""
-        sums, trained, updated = defaultdict[tuple[CopyGroup, bool], float](float), 0.0, 0.0
+        sums = defaultdict[tuple[CopyGroup, bool], float](float)
+        trained = 0.0
+        updated = 0.0
         for weight in part_weights(decoder, part):
             shards, _ = sharding.shards_and_replicas(weight.is_expert)
             local = round(weight.local_elements(*sharding.tp_ep_etp)) * (not weight.frozen)
-            trained, updated = trained + local, updated + local / shards
+            trained = trained + local
+            updated = updated + local / shards
             sums["edp" if weight.is_expert else "dp_cp", True] += local * (shards == 1)
             sums["tp", False] += local / shards * (not weight.cuts)
             sums["stages", False] += local / shards * (part == "embedding")
@@ -146,7 +151,8 @@ class PartCollectives(NamedTuple):
 
 def _buckets(decoder: Decoder, part: Part, sharding: StateSharding) -> Iterator[Collective]:
     """Yield the collectives of a part's buckets."""
-    buckets, zero3 = Counter[tuple[bool, bool, bool, float]](), sharding.zero == 3
+    buckets = Counter[tuple[bool, bool, bool, float]]()
+    zero3 = sharding.zero == 3
     for weight in part_weights(decoder, part):
         shards, _ = sharding.shards_and_replicas(weight.is_expert)
         if shards > 1 and (zero3 or not weight.frozen):
@@ -172,7 +178,8 @@ def _buckets(decoder: Decoder, part: Part, sharding: StateSharding) -> Iterator[
 def _gather_format(weight: Weight, sharding: StateSharding) -> tuple[bool, float]:
     """Return whether a weight is gathered as codes, and the bytes per element."""
     numbers = sharding.numbers
-    wide, narrow = numbers.master_bytes, numbers.weight_bytes or numbers.master_bytes
+    wide = numbers.master_bytes
+    narrow = numbers.weight_bytes or numbers.master_bytes
     codes = GATHERED_CODE_BYTES.get(weight.recipe.kind) if isinstance(weight, CodedWeight) else None
     if codes is not None:
         return True, codes
@@ -183,14 +190,18 @@ def _gather_format(weight: Weight, sharding: StateSharding) -> tuple[bool, float
 
 def collective_reach(case: Case, collective: Collective) -> GroupReach:
     """Return the distribution of a collective's group over domains."""
-    sizes, folding, cluster = case.sizes, case.folding, case.cluster
+    sizes = case.sizes
+    folding = case.folding
+    cluster = case.cluster
     if collective.group == "tp":
         return strided_reach(cluster, sizes.tp, 1)
     if collective.group == "stages":
-        tied, stages = case.decoder.tied, enumerate(case.contents.ranks)
+        tied = case.decoder.tied
+        stages = enumerate(case.contents.ranks)
         holds = [n for n, h in stages if h.embedding or h.multi_token or (h.loss and tied)]
         return listed_reach(cluster, [folding.rank_on_stage(0, stage) for stage in holds])
-    expert, across = collective.group == "edp", collective.across_shards
+    expert = collective.group == "edp"
+    across = collective.across_shards
     shards, replicas = StateSharding.of(case).shards_and_replicas(expert)
     if case.order != ORDERS[0]:  # pipeline ranks lie between data ranks
         ranks = folding.group(collective.group, 0)
@@ -204,7 +215,8 @@ def collective_seconds(case: Case, stage: StageContents, rates: Rates) -> DataSe
     seconds: dict[str, float] = dict.fromkeys(DataSeconds._fields, 0.0)
     counter = collective_counter(case.decoder, StateSharding.of(case))
     for collective, count in counter.collectives(stage).items():
-        group, runs = collective_reach(case, collective), count
+        group = collective_reach(case, collective)
+        runs = count
         runs *= 2 if collective.op == "all_reduce" else 1
         ring = ring_seconds(collective.bytes, group, case.cluster, rates)
         seconds[collective.overlaps_with] += runs * ring
@@ -225,9 +237,11 @@ def exposed_seconds(
         stage: layers of the rank.
         passes: seconds of a micro-batch's forward and backward on the rank.
     """
-    zero, v = case.memory_policy.zero, case.sizes.vpp
+    zero = case.memory_policy.zero
+    v = case.sizes.vpp
     gathers, reductions = _runs_per_step(zero, case.num_micro_batches)
-    once, each = ONCE_HIDDEN_SHARE, rates.hidden_shards
+    once = ONCE_HIDDEN_SHARE
+    each = rates.hidden_shards
     layers = stage.num_layers + stage.multi_token
     ahead = 1 - min(1.0, v / max(layers, 1)) if zero == 3 else 1.0
     if case.software.cuda_graphs == "full":

@@ -58,10 +58,14 @@ def dispatch_seconds(
 
     ``rows_per_hop`` are the rows of each exchange if room is stated; they are equal on all ranks.
     """
-    cluster, rates, copies = setting.cluster, setting.rates, rows.rows * rows.top_k
-    group, loads = strided_reach(cluster, share.ep, share.etp), [share.load]
+    cluster = setting.cluster
+    rates = setting.rates
+    copies = rows.rows * rows.top_k
+    group = strided_reach(cluster, share.ep, share.etp)
+    loads = [share.load]
     if rows_per_hop:
-        dispatch, loads = "alltoall", [sent / copies for sent in rows_per_hop]
+        dispatch = "alltoall"
+        loads = [sent / copies for sent in rows_per_hop]
     seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, load) for load in loads)
     if share.etp > 1:
         gathered = copies * rows.bytes * share.etp * loads[-1]
@@ -90,7 +94,8 @@ def tensor_seconds(
         if not gathered:
             continue
         gather = ring_seconds(share.border_rows * gathered, *group)
-        forward, backward = forward + gather + scatter, backward + gather + scatter
+        forward = forward + gather + scatter
+        backward = backward + gather + scatter
         if recompute & repeating:
             backward += gather
         # Recompute skips the reduce-scatter at the end of a block: backward does not read its sum.
@@ -149,19 +154,23 @@ def context_seconds(
         sent: bytes of a rank's keys and values, and of its queries and outputs.
         attention: seconds of attention itself, forward and backward.
     """
-    cluster, rates, keys = setting.cluster, setting.rates, sent[0]
+    cluster = setting.cluster
+    rates = setting.rates
+    keys = sent[0]
     if context.gathers:
         group = strided_reach(cluster, share.cp, share.tp)
         gather = ring_seconds(keys * share.cp, group, cluster, rates)
         return gather, gather
     heads = context.sharing_heads(share.cp)
     # Queries, keys and values in one exchange, outputs in another.
-    group, rows = strided_reach(cluster, heads, share.tp), DispatchRows(1.0, sum(sent) / 2, 1)
+    group = strided_reach(cluster, heads, share.tp)
+    rows = DispatchRows(1.0, sum(sent) / 2, 1)
     exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)
     ranks = share.cp // heads
     if ranks == 1:
         return exchanged, exchanged
-    group, device = strided_reach(cluster, ranks, share.tp * heads), cluster.device
+    group = strided_reach(cluster, ranks, share.tp * heads)
+    device = cluster.device
     rate = device.link_bandwidth if group.domains == 1 else device.nic_bandwidth
     ring = keys * (ranks - 1) / (rate * rates.nic)
     forward = max(ring / ranks, ring - attention[0])

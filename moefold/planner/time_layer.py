@@ -209,7 +209,8 @@ def _time_parts(parts: Mapping[str, Work], setting: KernelSetting) -> dict[str, 
 
 def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
     """Return the time of a part of the work."""
-    rates, quantises = setting.rates, setting.quantises
+    rates = setting.rates
+    quantises = setting.quantises
     narrow = quantises and (not work.bf16_only or (name == "head" and "head" in setting.narrowed))
     trained = work.weights * work.trained_share
     time = WorkTime(weights=trained, experts=trained if name == "experts" else 0.0)
@@ -244,7 +245,8 @@ def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
 
 def _matmul_seconds(work: Work, setting: KernelSetting, narrow: bool) -> tuple[float, float]:
     """Return the seconds of products and of attention, forward and backward."""
-    rates, device = setting.rates, setting.cluster.device
+    rates = setting.rates
+    device = setting.cluster.device
     wide_peak = device.peak("fp32" if setting.recipe == "fp32" else "bf16")
     peak = device.peak(FORMAT_OF[setting.recipe]) if narrow else wide_peak
     forward = sum(product_seconds(product, rates, peak, narrow) for product in work.products)

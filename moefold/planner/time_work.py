@@ -32,15 +32,18 @@ from moefold.spec.layer import (
     as_layer_spec,
 )
 
-BF16, FP32 = 2, 4
-NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
+BF16 = 2
+FP32 = 4
+NORM_PASSES = 8
+NORM_PASSES_BACKWARD = 12
 """Reads and writes of a row by two norms and two residual sums."""
 PERMUTING_DISPATCHERS: tuple[Dispatcher, ...] = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
 QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
 """Minimum bytes moved per value: read in bf16 (twice if the whole tensor's scale is computed
 first), and written along rows and along columns."""
-SCAN_LENGTH, SCAN_DIM = 4096, 64
+SCAN_LENGTH = 4096
+SCAN_DIM = 64
 """Length of sequences and width of heads at whose attention rate a scan's products run."""
 
 
@@ -157,7 +160,8 @@ class LayerPolicy(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
         """Return the policy of a case."""
-        memory, fixed = case.memory_policy, case.fixed_dispatch
+        memory = case.memory_policy
+        fixed = case.fixed_dispatch
         pages = memory.page > 0 and "block" not in memory.recompute
         return cls(
             case.dispatch, memory.recompute, memory.offload, memory.offload_share, memory.disk,
@@ -211,7 +215,9 @@ def build_setting(
     Args:
         given: constants of devices and software; default is those of the package.
     """
-    given, device, stack = given or constants(), cluster.device, software.stack
+    given = given or constants()
+    device = cluster.device
+    stack = software.stack
     fused = software.cuda_graphs == "full" and stack != "moefold"
     key = device.name, stack, software.release[:5], dict(device.rates).get(recipe, ())
     return _setting(
@@ -278,7 +284,8 @@ def head_work(
     product = Product(rows, columns, share.hidden, share.tokens / rows)
     weights = share.hidden * columns
     moved = 3 * logits * FP32
-    launches, trained = 8 * ceil(share.tokens / rows), 0.0 if frozen else 1.0
+    launches = 8 * ceil(share.tokens / rows)
+    trained = 0.0 if frozen else 1.0
     return {"head": Work((product,), (), moved, moved, launches, weights, True, trained)}
 
 
@@ -298,7 +305,8 @@ def _operation_work(
         units = traffic.units
         part = 1.0 if units is None else units.fraction(share.sizes[units.axis])
         size = share.rows(traffic.rows) * traffic.features * part * BF16
-        forward, backward = forward + traffic.forward * size, backward + traffic.backward * size
+        forward = forward + traffic.forward * size
+        backward = backward + traffic.backward * size
     launches = operation.launches
     if launches is None:
         launches = sum(product.count for product in products)

@@ -70,7 +70,8 @@ class Mamba2(LayerSpec):
         traffic = Traffic(into + out, 1, 2, units=self._units)
         products = (Matmul(("in.weight",)), Matmul(("out.weight",)))
         yield Operation("attention", products, traffic=(traffic,), launches=12)
-        flops, moved = out * (self.chunk + 2 * self.state), 2 * (into + out)
+        flops = out * (self.chunk + 2 * self.state)
+        moved = 2 * (into + out)
         core = Scan(flops, moved, self.chunk, out * self.state)
         yield Operation("core", core=core, launches=6)
 
@@ -78,7 +79,8 @@ class Mamba2(LayerSpec):
         """Yield projected rows, convolved rows, fp32 states between chunks, and the output before
         and after its gate.
         """
-        rows, width = shape.piece / shape.tp, shape.width
+        rows = shape.piece / shape.tp
+        width = shape.width
         into, mixed, out = self._widths
         yield Saved("projected", round(rows * into * width))
         yield Saved("convolved", round(rows * mixed * width))

@@ -61,7 +61,8 @@ class RecordingFakeMode(FakeTensorMode):
     """
 
     def __init__(self) -> None:
-        self._thread, self._lock = local(), RLock()
+        self._thread = local()
+        self._lock = RLock()
         super().__init__(allow_non_fake_inputs=True)
         self.reads = Counter[HostRead]()
 
@@ -118,11 +119,13 @@ class CaptureBlockers(NamedTuple):
 
 def find_capture_blockers(case: ProofCase) -> CaptureBlockers:
     """Run a step of a case without values; return the operators that need some."""
-    all_reads, failed_at = Counter[HostRead](), ""
+    all_reads = Counter[HostRead]()
+    failed_at = ""
     for stage in range(case.layout.split.pp):
         with fake_world(case.folding, case.folding.rank_on_stage(0, stage)) as world:
             reads, line = _find_host_reads(case, world)
-            all_reads, failed_at = all_reads + reads, failed_at or line
+            all_reads = all_reads + reads
+            failed_at = failed_at or line
     return CaptureBlockers(dict(all_reads), failed_at)
 
 
@@ -145,7 +148,8 @@ def _gpu_layout(decoder: Decoder, layout: Layout) -> Layout:
 
 def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
     """Return a rank's operators that need values, and the line where a pass failed."""
-    mode, subject = RecordingFakeMode(), case.subject
+    mode = RecordingFakeMode()
+    subject = case.subject
     # bf16, as graphs are for GPUs, and torch has no grouped product in fp32 without values.
     placed = build_parts(subject.decoder, "bf16", _gpu_layout(subject.decoder, case.layout), world)
     for module in placed.model.modules():
@@ -177,7 +181,8 @@ def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], 
             failed_at = [line for line in lines if line][-1]
         raise _StepEnded(failed_at)
 
-    position, dp = world.attention, world.folding.dp
+    position = world.attention
+    dp = world.folding.dp
     try:
         gradients(data, micro_batches(subject)[position.dp :: dp], LOSS_CHUNK, executor=run)
     except _StepEnded as ended:

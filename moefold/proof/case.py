@@ -20,7 +20,8 @@ SHARED_COUNTS = (2, 4, 8, 16, 32)
 """Numbers of micro-batches per step to try first, so that layouts share references."""
 BOUND = 1e-10
 """Maximum relative error in fp64."""
-BLOCK_OPERATIONS, FINAL_OPERATIONS = 13, 3
+BLOCK_OPERATIONS = 13
+FINAL_OPERATIONS = 3
 """Numbers of consecutive operations: norm, projection, rotation, scores, softmax, values,
 projection, sum, norm, projection, gate, projection, sum; and norm, head, loss."""
 ROUNDING: Mapping[Precision, float] = {"fp32": 8 * 2.0**-23, "bf16": 4 * 2.0**-7}
@@ -94,8 +95,11 @@ class ProofCase:
 
     def broken_rules(self) -> Iterator[str]:
         """Yield the rules that the case breaks, with option and value; none if it can run."""
-        layout, decoder, optim = self.layout, self.subject.decoder, self.subject.optim
-        rows, micro_batches = self.subject.rows, self.subject.micro_batches
+        layout = self.layout
+        decoder = self.subject.decoder
+        optim = self.subject.optim
+        rows = self.subject.rows
+        micro_batches = self.subject.micro_batches
         violations = [*layout.violations(model_needs(decoder, rows))]
         violations += cut_violations(decoder, layout, rows)
         if isinstance(optim, Optim):
@@ -105,7 +109,8 @@ class ProofCase:
         yield from (f"{dotted(v.path)} = {format_value(v.value)}: {v.rule}" for v in violations)
         if violations:
             return
-        sizes, dp = layout.split, self.folding.dp
+        sizes = layout.split
+        dp = self.folding.dp
         if rows % (sizes.tp * 2 * sizes.cp):
             yield f"tp * 2 * cp must divide the rows of a micro-batch ({rows})"
         if micro_batches % dp:
@@ -134,7 +139,8 @@ def micro_batch_count(layout: Layout, world: int) -> int:
     """
     sizes = layout.split
     dp = world // (sizes.pp * sizes.cp * sizes.tp)
-    least, most = 2 * sizes.pp * dp, 8 * sizes.pp * sizes.vpp * dp
+    least = 2 * sizes.pp * dp
+    most = 8 * sizes.pp * sizes.vpp * dp
     for total in chain(SHARED_COUNTS, range(dp, most, dp)):
         if total >= least and total % dp == 0 and has_table(layout, total // dp):
             return total

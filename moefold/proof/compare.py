@@ -203,7 +203,8 @@ def combine_ranks(facts: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> Out
         rows = [row for rank in ranks for row in rank["pieces"].get(kind, ())]
         problems += _compare_tensors(outcome, kind, facts["tensors"].get(kind, {}), rows, replicas)
     _record_error(outcome, "replicas", float(len(replicas)), replicas[0] if replicas else "")
-    outcome.problems, outcome.zero = tuple(problems), tuple(facts["zero"])
+    outcome.problems = tuple(problems)
+    outcome.zero = tuple(facts["zero"])
     outcome.sites = tuple(sorted({CallSite(*site) for rank in ranks for site in rank["sites"]}))
     return outcome
 

@@ -374,7 +374,8 @@ def states() -> Iterator[ProofCase]:
     """Masters and moments on host and disk at every ZeRO stage, updated on device and host."""
     layouts = [("", 2), ("tp2", 4), ("ep2", 2)]
     muon = "muon", replace(SUBJECTS["gqa"], optim=small_optimizer(OPTIMIZER.kinds["muon"]()))
-    host, disk = {"at": "host"}, {"at": "disk", "folder": gettempdir()}
+    host = {"at": "host"}
+    disk = {"at": "disk", "folder": gettempdir()}
     for zero, (sizes, world) in product(range(4), layouts):
         for place in (host, disk | {"share": 0.5}, disk | {"step": "host"}):
             more = {"zero": zero, "state": StatePlacement.model_validate(place)}
@@ -397,7 +398,8 @@ def optimizers() -> Iterator[ProofCase]:
             for zero in (0, 1, 3):
                 yield from _cases([(kind, model)], [(sizes, world)], zero=zero)
     host = StatePlacement.model_validate({"at": "host", "step": "host"})
-    clips, plain = small_optimizer(AdamW(qk_clip=QkClip(bound=0.3))), {"qk_norm": "none"}
+    clips = small_optimizer(AdamW(qk_clip=QkClip(bound=0.3)))
+    plain = {"qk_norm": "none"}
     biased = GQA.model_copy(update=plain | {"bias": "qkv"})
     heads = small_optimizer(OPTIMIZER.kinds["muon"].model_validate({"by_heads": True}))
     for name, zero in product(("gqa", "mla"), (0, 1, 3)):

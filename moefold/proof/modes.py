@@ -89,7 +89,8 @@ class ShuffledSums(EagerMode):
 
     def __init__(self, seed: int, exchanged: torch.dtype) -> None:
         super().__init__()
-        self._generator, self._exchanged = torch.Generator().manual_seed(seed), exchanged
+        self._generator = torch.Generator().manual_seed(seed)
+        self._exchanged = exchanged
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None

@@ -118,7 +118,8 @@ def _noticed(
 ) -> tuple[bool, str]:
     beyond = {name: e for name, e in outcome.errors.items() if not e <= bounds[name]}
     if fault.parameter:
-        error, named = outcome.errors.get("gradients", 0.0), outcome.where.get("gradients")
+        error = outcome.errors.get("gradients", 0.0)
+        named = outcome.where.get("gradients")
         noticed = named == fault.parameter and "gradients" in beyond
         return noticed, f"gradients {error:.1e} of {named}"
     if beyond:

@@ -53,7 +53,8 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
     batches = []
     for number in range(subject.micro_batches):
         valid = subject.rows - (number % 3) * subject.padding
-        first, second = valid // 5 + number % 3, valid // 3
+        first = valid // 5 + number % 3
+        second = valid // 3
         third = valid - first - second
         documents = (first, second, third)
         if subject.loss.pairs:
@@ -117,7 +118,8 @@ class InjectedFault:
 
 def normalise_site(site: CallSite) -> CallSite:
     """Return a call site without layer numbers and further names of its group."""
-    label, group = re.sub(r"\d+", "*", site.label), site.group.partition("+")[0]
+    label = re.sub(r"\d+", "*", site.label)
+    group = site.group.partition("+")[0]
     return site._replace(label=label, group=group)
 
 
@@ -152,13 +154,15 @@ class RankRun:
     """A case's model, data and optimizer on this rank."""
 
     def __init__(self, case: ProofCase, world: World) -> None:
-        self.subject, self.world = case.subject, world
+        self.subject = case.subject
+        self.world = world
         self.precision = case.precision or case.subject.precision
         self.updates = STEPS if case.precision is None else 0
         decoder = case.subject.decoder
         self.placed: ModelParts = build_parts(decoder, self.precision, case.layout, world)
         initialise_model(self.placed.model, case.subject, self.placed.shards)
-        position, dp = world.attention, world.folding.dp
+        position = world.attention
+        dp = world.folding.dp
         self.batches: list[MicroBatch] = micro_batches(case.subject)[position.dp :: dp]
         self.data = ShardedState(self.placed)
         self.placed = self.data.placed

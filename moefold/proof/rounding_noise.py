@@ -87,7 +87,8 @@ class RoundingNoise:
         for item, error in outcome.item_errors.items():
             if item in self.coarse:
                 continue
-            (quantity, name), bound = item, self.bounds.get(item, self.least)
+            (quantity, name) = item
+            bound = self.bounds.get(item, self.least)
             excess = math.inf if math.isnan(error) else error / bound
             if quantity not in worst or excess > worst[quantity][0]:
                 worst[quantity] = excess, name, bound

@@ -22,13 +22,16 @@ from moefold.run import Run
 from moefold.spec.layer import LayerSpec, round_up
 from moefold.spec.quantised import cut_violations, moment_violations
 
-HIDDEN, VOCAB, ROWS = 16, 64, 32
+HIDDEN = 16
+VOCAB = 64
+ROWS = 32
 BLOCKS = 4, 2
 """Elements of a quantised block, few enough for several per matrix; the second is a fallback."""
 CLIP = 0.05
 """``clip_norm`` of a shrunk run that clips: always exceeded, so that the clip factor matters."""
 LEARNING_RATE = 0.01
-STD, LOW_PRECISION_STD = 0.3, 0.2
+STD = 0.3
+LOW_PRECISION_STD = 0.2
 """Scale of weights: large enough for every part of the model to affect the loss; and for narrow
 formats, whose roundings larger weights magnify from layer to layer."""
 LOW_PRECISION_EPS = 0.1
@@ -60,7 +63,8 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     """Return the shrunk subject of a run's proof, for which all of ``layouts`` are legal."""
     needs = SizeRequirements.of(layouts)
     rows = round_up(ROWS, needs.divisors.tp * 2 * needs.divisors.cp)
-    decoder, optim = small_decoder(for_proof(run.decoder()), needs), small_optimizer(run.optim)
+    decoder = small_decoder(for_proof(run.decoder()), needs)
+    optim = small_optimizer(run.optim)
     # Use the first sizes of quantised blocks, and of groups of moments, that no layout cuts.
     quantise = decoder.quantise
     if isinstance(quantise, Quantise):
@@ -100,7 +104,8 @@ def small_optimizer(optim: Record) -> Record:
 
 def small_decoder(decoder: Decoder, needs: SizeRequirements) -> Decoder:
     """Return a small decoder with all kinds of layers of the original."""
-    main, later = decoder.blocks[: decoder.layers], decoder.blocks[decoder.layers :]
+    main = decoder.blocks[: decoder.layers]
+    later = decoder.blocks[decoder.layers :]
     blocks = (*_select_blocks(main, needs), *later)
     small = (
         b.model_copy(

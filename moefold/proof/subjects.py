@@ -138,7 +138,8 @@ def scaled_decoder() -> Decoder:
 
 def normed_decoder() -> Decoder:
     """Return a decoder with every uncommon placement of norms, and gated attention outputs."""
-    gated, routed = GQA.model_copy(update={"gate": True}), moe(shared=Shared(width=16), scale=0.5)
+    gated = GQA.model_copy(update={"gate": True})
+    routed = moe(shared=Shared(width=16), scale=0.5)
     places = (("both", DENSE), ("after", routed), ("shared", routed), ("both", routed))
     fields = ({"attention": gated, "ffn": ffn, "norms": norms} for norms, ffn in places)
     blocks = tuple(Block.model_validate(block) for block in fields)

@@ -120,7 +120,8 @@ def cases_of(
     """
     records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
     precision = resolve_precision(run.train.precision, torch.device("cpu")) if as_run else "fp64"
-    model, cases = model_needs(run.decoder(), run.data.seq), []
+    model = model_needs(run.decoder(), run.data.seq)
+    cases = []
     for record in records:
         ranks = max(2, record.split.smallest_world) if world is None else world
         broken = list(record.violations(model))
@@ -216,7 +217,8 @@ def low_precision_case(
 
     The library's, ``grouped``, is used only if it supports the widths.
     """
-    decoder, etp = steady(case.subject.decoder), case.layout.split.etp
+    decoder = steady(case.subject.decoder)
+    etp = case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())
     bytes_each = DTYPES[precision].itemsize
     shape = Shape(decoder.hidden, rows=1, etp=etp)

@@ -63,7 +63,8 @@ class GroupedSchedule(Schedule):
             rule = f"vpp{v} needs micro-batches in groups of {group}"
             if group > p:
                 rule += f", of which the last may have as few as {p}"
-            fewer, more = m - rest, m - rest + p
+            fewer = m - rest
+            more = m - rest + p
             nearest = fewer if fewer > 0 and rest < more - m else more  # the larger in a tie
             yield Violation(("micro_batches",), m, rule, nearest)
 

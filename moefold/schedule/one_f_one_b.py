@@ -83,7 +83,8 @@ def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
     forwards, backwards = _ordered_passes(v, m, group)
     lines: list[Line] = []
     for rank in range(p):
-        forward, weights = deque(forwards), deque[Action]()
+        forward = deque(forwards)
+        weights = deque[Action]()
         warmup = min((v - 1) * group + p - rank - 1, m * v)
         line = [forward.popleft() for _ in range(warmup)]  # 1. warm-up
         for backward in backwards:

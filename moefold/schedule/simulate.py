@@ -26,7 +26,8 @@ class StageCosts:
 
     def duration_of(self, kind: str) -> float:
         """Return the time of an action."""
-        inputs, weights = self.backward_input, self.backward_weight
+        inputs = self.backward_input
+        weights = self.backward_weight
         return {"F": self.forward, "I": inputs, "W": weights, "B": inputs + weights}[kind]
 
 

@@ -97,7 +97,8 @@ class Table:
 
     def action_inputs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
         """Return the results that an action needs, including those of its own stage."""
-        stage, micro = self.stage_of(rank, action.chunk), action.micro
+        stage = self.stage_of(rank, action.chunk)
+        micro = action.micro
         if action.kind == "F":
             return (ActionResult("output", stage - 1, micro),) if stage else ()
         own = ActionResult("output", stage, micro)

@@ -62,7 +62,8 @@ def with_recipe(decoder: Decoder, recipe: str) -> Decoder:
 
 def coded_blocks(decoder: Decoder) -> tuple[Block, ...]:
     """Return the blocks of a decoder, those with quantised products as :class:`CodedBlock`."""
-    recipe, blocks = decoder.quantise, list(decoder.blocks)
+    recipe = decoder.quantise
+    blocks = list(decoder.blocks)
     if not isinstance(recipe, Quantise):
         return decoder.blocks
     names = list(quantised_weight_names(decoder))
@@ -79,7 +80,8 @@ def with_codes(weights: tuple[Weight, ...], block: Block, prefix: str) -> tuple[
     """Return a block's weights, named with a prefix, quantised ones as :class:`CodedWeight`."""
     if not isinstance(block, CodedBlock):
         return weights
-    coded, recipe = {prefix + name for name in block.coded_names}, block.recipe
+    coded = {prefix + name for name in block.coded_names}
+    recipe = block.recipe
     return tuple(CodedWeight(**vars(w), recipe=recipe) if w.name in coded else w for w in weights)
 
 
@@ -99,7 +101,8 @@ def weight_products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct
     products = list[tuple[str, WeightProduct]]()
     for sublayer, spec in sublayers(block):
         for _, matmul, weights in spec.products(shape.hidden):
-            rows, runs = num_rows(matmul.rows, spec, shape), 1
+            rows = num_rows(matmul.rows, spec, shape)
+            runs = 1
             if matmul.rows == "routed" and isinstance(block, CodedBlock):
                 # One for each expert and each micro-batch that meets in a group of expert ranks.
                 assert spec.routing is not None
@@ -134,7 +137,8 @@ def code_bytes(record: Quantise, features: float, rows: int, runs: int) -> int:
 
 def gradient_bytes(block: Block, name: str, product: WeightProduct, shape: Shape) -> float:
     """Return the bytes of a product's output gradient, as the weight gradient reads it."""
-    rows, outputs = product.rows, product.outputs
+    rows = product.rows
+    outputs = product.outputs
     recipe = block.recipe if isinstance(block, CodedBlock) and name in block.coded_names else None
     if recipe is not None and recipe.wgrad == "narrow":
         return code_bytes(recipe, outputs, rows, product.runs)
@@ -146,10 +150,12 @@ def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: floa
 
     Delayed scaling also stores the largest magnitude of each matrix.
     """
-    length, each = record.block or record.block_length, MATRIX_SCALE.get(record.kind, 0)
+    length = record.block or record.block_length
+    each = MATRIX_SCALE.get(record.kind, 0)
     if record.block_length is None or length is None:
         return matrices * (outputs * inputs + each + STATISTIC * (record.scaling == "delayed"))
-    down, across = ceil(outputs / length), ceil(inputs / length)
+    down = ceil(outputs / length)
+    across = ceil(inputs / length)
     if record.kind == "mxfp8":
         scales = outputs * across + inputs * down
         return matrices * (2 * outputs * inputs + scales * SCALE[record.kind])
@@ -172,8 +178,10 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     if not isinstance(block, CodedBlock):
         yield from parts
         return
-    products, record = dict(weight_products(block, shape)), block.recipe
-    coded, w_in = {*block.coded_names}, "moe.experts.w_in"
+    products = dict(weight_products(block, shape))
+    record = block.recipe
+    coded = {*block.coded_names}
+    w_in = "moe.experts.w_in"
     if record.scales_per_run and shape.ep * shape.etp > 1 and w_in in coded:
         yield Saved("experts.order", products[w_in].rows * INDEX, module="moe")
     # Inputs for recomputing gathered rows, which codes replace.
@@ -218,7 +226,8 @@ def _saved_hidden(part: Saved, block: CodedBlock, products: Mapping[str, WeightP
     length = block.recipe.hidden_block
     if not length or path not in block.coded_names:
         return part
-    rows, outputs = products[path].rows, products[path].outputs
+    rows = products[path].rows
+    outputs = products[path].outputs
     size = rows * (outputs + 2 * ceil(outputs / 2 / length) * SCALE["fp8_block"])
     return replace(part, bytes=round(size))
 

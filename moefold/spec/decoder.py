@@ -27,9 +27,11 @@ from moefold.spec.layer import (
     norm,
 )
 
-MAX_ELEMENTS, MAX_TOTAL_EXPERTS = 2**45, 2**20
+MAX_ELEMENTS = 2**45
+MAX_TOTAL_EXPERTS = 2**20
 """Bounds of the numbers of one weight, and of the experts of all layers."""
-LORA_A, LORA_B = "_lora_a", "_lora_b"
+LORA_A = "_lora_a"
+LORA_B = "_lora_b"
 """Suffixes of the names of an adapter's A and B, after the name of the adapted weight."""
 
 
@@ -99,7 +101,9 @@ def model_needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     if seq is not None:
         rule = f"cp must be 1, or 2 * cp must divide the sequence length ({seq})"
         units.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
-    routed, distinct, undescribed = list[bool](), dict[LayerSpec, None](), False
+    routed = list[bool]()
+    distinct = dict[LayerSpec, None]()
+    undescribed = False
     for stack in decoder.stacks:
         for block in stack.blocks:
             specs = [r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec)]
@@ -111,7 +115,8 @@ def model_needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     if not any(routed):
         for axis in ("ep", "etp"):
             units.append(Units(axis, 1, "experts", said=f"{axis} needs layers with experts"))
-    moe_layers, mtp = tuple(routed[: decoder.layers]), len(routed) - decoder.layers
+    moe_layers = tuple(routed[: decoder.layers])
+    mtp = len(routed) - decoder.layers
     return ModelNeeds(tuple(dict.fromkeys(units)), moe_layers, tuple(distinct), undescribed, mtp)
 
 
@@ -211,7 +216,8 @@ def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
     weights = list[Weight]()
     for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
         if isinstance(spec, LayerSpec) and not spec.absent:
-            norms, prefix = norm_names(block, name), spec.prefix or name
+            norms = norm_names(block, name)
+            prefix = spec.prefix or name
             weights += (norm(f"{norm_name}.weight", hidden, start="norm") for norm_name in norms)
             weights += (replace(w, name=f"{prefix}.{w.name}") for w in spec.weights(hidden))
     if block.multi_token is not None:
@@ -254,7 +260,8 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             if shared and part.name == "residual":
                 continue
             if shared and part is output:
-                kinds, others = part.needed_by, shared.needed_by
+                kinds = part.needed_by
+                others = shared.needed_by
                 kinds = kinds | others if kinds and others else NOTHING
                 names = part.operand_of + shared.operand_of
                 part = replace(
@@ -296,11 +303,13 @@ def adapter_weights(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     feed-forwards have one each. A starts with PEFT's std and B at zero, so that an adapter
     initially adds nothing.
     """
-    lead, last = weight.shape[: 1 if weight.is_expert else -2], len(weight.shape) - 1
+    lead = weight.shape[: 1 if weight.is_expert else -2]
+    last = len(weight.shape) - 1
     shared_cuts = ((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
     a_cuts = tuple((len(lead) + 1 if dim == last else dim, units) for dim, units in shared_cuts)
     b_cuts = tuple((dim, units) for dim, units in weight.cuts if dim != last)
-    shape_a, shape_b = (*lead, rank, weight.shape[-1]), (*weight.shape[:-1], rank)
+    shape_a = (*lead, rank, weight.shape[-1])
+    shape_b = (*weight.shape[:-1], rank)
     common: dict[str, Any] = {"category": "adapters", "product": weight.product}
     return (
         Weight(weight.name + LORA_A, shape_a, a_cuts, start=(3 * shape_a[-1]) ** -0.5, **common),

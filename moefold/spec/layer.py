@@ -53,7 +53,8 @@ STATISTIC = 4
 INDEX = 8
 """Bytes of an int64 expert id or index of a row or token."""
 RING = Ring()
-SMALL_WIDTH, SMALL_HEAD = 16, 4
+SMALL_WIDTH = 16
+SMALL_HEAD = 4
 """Width of a feed-forward and dims of a head in the small models of ``verify``."""
 
 
@@ -173,7 +174,8 @@ class Weight:
 
     def local_matrix(self, tp: int, ep: int, etp: int) -> tuple[float, float, float]:
         """Return outputs, inputs and number of the weight's matrices on one rank."""
-        sizes, shape = {"tp": tp, "ep": ep, "etp": etp}, [float(size) for size in self.shape]
+        sizes = {"tp": tp, "ep": ep, "etp": etp}
+        shape = [float(size) for size in self.shape]
         for dim, units in self.cuts:
             shape[dim] = units.part_of(shape[dim], sizes[units.axis])
         matrices = shape.pop(0) if self.is_expert else 1.0

@@ -55,7 +55,9 @@ def saved_attention(core: Attention, shape: Shape, freed_by: Modules = NOTHING) 
     If context ranks gather or exchange these, attention saves the moved copies, and the originals
     are saved only to recompute it. With Ulysses the output projection saves another output copy.
     """
-    heads, groups, width = core.heads // shape.tp, core.kv_heads // shape.tp, shape.width
+    heads = core.heads // shape.tp
+    groups = core.kv_heads // shape.tp
+    width = shape.width
     rows = shape.piece
     for name, features in (
         ("q", heads * core.qk_dim), ("k", groups * core.qk_dim), ("v", groups * core.v_dim)

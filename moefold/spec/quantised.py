@@ -38,7 +38,8 @@ def quantised_weight_names(decoder: Decoder) -> dict[str, int]:
 
 def _quantises_experts(decoder: Decoder) -> bool:
     """Return whether products of routed experts are quantised."""
-    names, weights = quantised_weight_names(decoder), _quantisable_weights(decoder)
+    names = quantised_weight_names(decoder)
+    weights = _quantisable_weights(decoder)
     return any(weight.is_expert and name in names for name, weight, _ in weights)
 
 
@@ -66,7 +67,8 @@ class _QuantisedCuts(NamedTuple):
     @classmethod
     def of(cls, decoder: Decoder, record: Quantise, seq: int) -> "_QuantisedCuts":
         """Derive the cuts from the descriptions of quantised weights."""
-        names, distinct = set(quantised_weight_names(decoder)), dict[Units, None]()
+        names = set(quantised_weight_names(decoder))
+        distinct = dict[Units, None]()
         block = record.block or record.block_length or 1
         along_rows = block if record.wgrad == "narrow" else 1
         has_own_rows = has_experts = False
@@ -78,7 +80,8 @@ class _QuantisedCuts(NamedTuple):
             multiple = lcm(block, record.hidden_block or 1) if name.endswith(".w_in") else block
             for dim, units in weight.cuts:
                 if units.axis != "ep" and multiple > 1:
-                    axis, size = units.axis, weight.shape[dim]
+                    axis = units.axis
+                    size = weight.shape[dim]
                     text = f"{weight.name} ({size} wide)"
                     rule = f"{axis} must be 1, or {axis} * {multiple} must divide {text}: {CUT}"
                     number = size // multiple if size % multiple == 0 else 1
@@ -116,7 +119,8 @@ class _QuantisedCuts(NamedTuple):
 
     def nearest_sizes(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
         """Return the legal sizes with the least product of ratios to the given ones."""
-        axes, divisors = ("tp", "cp", "ep", "etp"), list[list[int]]()
+        axes = ("tp", "cp", "ep", "etp")
+        divisors = list[list[int]]()
         for axis in axes:
             largest = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
             units = [u for u in (*model.units, *self.units) if u.axis == axis]
@@ -174,7 +178,8 @@ def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Viola
         rule = "cannot be used with quantised experts: they save codes, pages hold wide rows"
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
     yield from _draw_violations(layout, "train.quantise", cuts.whole_experts, experts)
-    dispatch, sizes = layout.dispatch, layout.split
+    dispatch = layout.dispatch
+    sizes = layout.split
     sends_codes = getattr(dispatch, "supports_codes", False) or sizes.ep * sizes.etp == 1
     if record.wire == "codes" and not (sends_codes or isinstance(dispatch, ThirdParty)):
         rule = "cannot send quantised rows, which train.quantise.wire: codes requires"
@@ -185,13 +190,16 @@ def moment_violations(
     decoder: Decoder, optim: Optim, layout: Layout, seq: int
 ) -> Iterator[Violation]:
     """Yield axes that would cut a group of elements whose optimizer moments share a scale."""
-    group, distinct = optim.group, dict[tuple[str, int], Units]()
+    group = optim.group
+    distinct = dict[tuple[str, int], Units]()
     if not group or any(layout.rules()):
         return
     for weight in model_weights(decoder):
-        size, last = weight.shape[-1], len(weight.shape) - 1
+        size = weight.shape[-1]
+        last = len(weight.shape) - 1
         for cut in (units for dim, units in weight.cuts if dim == last > 0):
-            axis, text = cut.axis, f"{weight.name} ({size} wide)"
+            axis = cut.axis
+            text = f"{weight.name} ({size} wide)"
             rule = f"{axis} must be 1, or {axis} * {group} must divide {text}: "
             rule += "groups of optim.moments cannot be split"
             number = size // group if size % group == 0 else 1
@@ -225,7 +233,8 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
     record = decoder.quantise
     if not isinstance(record, Quantise):
         return
-    kind, path = record.kind, ("train", "quantise")
+    kind = record.kind
+    path = ("train", "quantise")
     if any(part.adapters for part in (decoder, *decoder.blocks)):
         yield Violation(path, kind, "cannot be combined with adapters", REMOVE)
     if any(getattr(block.ffn, "has_expert_variant", False) for block in decoder.blocks):
@@ -256,7 +265,9 @@ def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
             nearest = [*record.keep, name.replace("w_in", "*")]
             yield Violation((*path, "keep"), list(record.keep), rule, nearest)
             break
-    limit, first, last = len(decoder.blocks) - 1, record.keep_first, record.keep_last
+    limit = len(decoder.blocks) - 1
+    first = record.keep_first
+    last = record.keep_last
     if first + last > limit:
         rule = f"must leave one of the {limit + 1} blocks to quantise"
         values = ("keep_first", first, last) if last <= limit else ("keep_last", last, first)

@@ -28,7 +28,8 @@ def tuning_violations(
 ) -> Iterator[Violation]:
     """Yield values of a run's ``train.freeze`` and ``adapter`` that do not fit its model."""
     if frozen:
-        path, names = ("train", "freeze"), [weight.name for weight in model_weights(decoder)]
+        path = ("train", "freeze")
+        names = [weight.name for weight in model_weights(decoder)]
         for index, pattern in enumerate(frozen):
             if not any(matches(name, (pattern,)) for name in names):
                 rule = "must match a parameter of the model"
@@ -179,7 +180,8 @@ def _start_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     adapted = adapt(decoder, lora)
     scales = adapter_scales(adapted)
     if start.keys() != scales.keys():
-        weights, words = model_weights(decoder), (*LAYER_TARGETS, *OTHER_TARGETS)
+        weights = model_weights(decoder)
+        words = (*LAYER_TARGETS, *OTHER_TARGETS)
         start_weights = [weight for weight in weights if weight.name in start]
         matching = [w for w in words if any(is_target(weight, (w,)) for weight in start_weights)]
         are_exact = {w.name for w in weights if is_target(w, matching)} == start.keys()

@@ -45,7 +45,8 @@ def banner_rows(job: Trainer) -> list[Row]:
 
 def banner_facts(job: Trainer) -> dict[str, Any]:
     """Return the banner's figures for programs."""
-    run, counts = job.run, job.counts
+    run = job.run
+    counts = job.counts
     return {
         "name": run.name,
         "folder": str(job.folder),
@@ -101,7 +102,8 @@ def state_bytes(job: Trainer) -> int:
 
 
 def _model(job: Trainer) -> Iterator[Row]:
-    counts, decoder = job.counts, job.decoder
+    counts = job.counts
+    decoder = job.decoder
     active = counts.active_parameters
     model = job.run.model
     family = getattr(model, "family", type(model).__name__)
@@ -134,7 +136,8 @@ def _model(job: Trainer) -> Iterator[Row]:
 
 
 def _cost(job: Trainer) -> Iterator[Row]:
-    run, seq = job.run, job.run.data.seq
+    run = job.run
+    seq = job.run.data.seq
     causal, full = (job.counts.flops_per_token(seq, causal=c) for c in (True, False))
     steps = max(0, job.last_step - job.step_number)
     bound = min_step_time(job)
@@ -142,7 +145,8 @@ def _cost(job: Trainer) -> Iterator[Row]:
     text = f"{si(causal)}FLOP per token, forward and backward ({si(full)}FLOP with full attention)"
     yield "work", text
     parts = run.train.batch // run.train.micro_batch
-    sizes, step = job.loader.sizes, job.step_number
+    sizes = job.loader.sizes
+    step = job.step_number
     to_go = sizes.before(step + steps) - sizes.before(step)
     if run.train.ramp is not None:
         last, _ = sizes.stages[-1]
@@ -167,7 +171,8 @@ def _device(job: Trainer) -> str:
     """Return the device's name; for a CPU with the number of threads, and whether they spin."""
     if job.device.type == "cuda":
         return torch.cuda.get_device_name(job.device)
-    threads, policy = torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY", "")
+    threads = torch.get_num_threads()
+    policy = os.environ.get("OMP_WAIT_POLICY", "")
     text = f"CPU ({platform.machine()}), {plural(threads, 'thread')}"
     if threads == 1 or policy.lower() == "passive":
         return text
@@ -175,7 +180,8 @@ def _device(job: Trainer) -> str:
 
 
 def _execution(job: Trainer) -> Iterator[Row]:
-    dtype, machine = job.model.recipe.dtype, job.utilisation.machine
+    dtype = job.model.recipe.dtype
+    machine = job.utilisation.machine
     rate = f"{si(machine.flops_per_s)}FLOP/s ({machine.source})"
     if job.utilisation.peak is not None:
         rate += f" of {si(job.utilisation.peak)}FLOP/s published peak"
@@ -190,7 +196,8 @@ def _execution(job: Trainer) -> Iterator[Row]:
     choice = f"{job.precision.why}; measured: {job.precision.rates_text}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({choice})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
-        number, wide = len(quantised_weight_names(job.decoder)), str(dtype).removeprefix("torch.")
+        number = len(quantised_weight_names(job.decoder))
+        wide = str(dtype).removeprefix("torch.")
         products = f"y, dx and dw in {quantise.kind}"
         if quantise.wgrad == "wide":
             products = f"y and dx in {quantise.kind}, dw in {wide}"
@@ -266,7 +273,8 @@ def _balance(job: Trainer) -> str:
 def _rate(job: Trainer) -> Iterator[Row]:
     """Describe the learning rate of the next step, if any is to go."""
     if job.step_number < job.last_step:
-        optim, progress = job.run.optim, job.progress
+        optim = job.run.optim
+        progress = job.progress
         text = describe_rate(progress.rate, optim.schedule_lr, progress.step, optim.lr)
         yield "rate", text
 
@@ -290,7 +298,8 @@ def _folder_unit(job: Trainer, coefficients: Sequence[float]) -> Iterator[str]:
 
 
 def _data(job: Trainer) -> Iterator[Row]:
-    prepared, last = job.loader.prepared, max(job.last_step, job.step_number)
+    prepared = job.loader.prepared
+    last = max(job.last_step, job.step_number)
     steps = last - job.step_number
     begins, ends = (job.loader.epoch(step) for step in (job.step_number, last))
     for part in prepared.train:
@@ -301,7 +310,8 @@ def _data(job: Trainer) -> Iterator[Row]:
             f"{ends[part.name] - begins[part.name]:.2g} times in {plural(steps, 'step')}",
         )
     for part in prepared.valid:
-        documents, tokens = part.corpus.n_documents, count(part.corpus.n_tokens)
+        documents = part.corpus.n_documents
+        tokens = count(part.corpus.n_tokens)
         yield "held out", f"{part.name}: {documents:,} documents, {tokens} tokens"
     for name, reasons in prepared.skipped.items():
         for reason, skipped in reasons.items():

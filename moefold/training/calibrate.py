@@ -44,7 +44,9 @@ SHAPES = (
     (2048, 1024, 256), (512, 2048, 192), (1024, 1024, 1024), (2048, 2048, 512),
 )  # fmt: skip
 """Rows, outputs and inputs of the matrix products that are timed."""
-LENGTHS, HEADS, HEAD_DIM = (64, 256, 512, 1024), 4, 64
+LENGTHS = (64, 256, 512, 1024)
+HEADS = 4
+HEAD_DIM = 64
 """Tokens, heads and dims of a head of the attention that is timed."""
 LOSS_CHUNK = 1024
 PARTS = {
@@ -134,9 +136,11 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
     finally:
         torch.set_num_threads(threads)
     measured = [timings[name]["own"] for name in small_cases]
-    machine, steps = fit_machine(unfitted, list(small_cases.values()), measured), {}
+    machine = fit_machine(unfitted, list(small_cases.values()), measured)
+    steps = {}
     for source, run in runs.items():
-        planned, cpu_s = estimate_time(_case(run, machine)).seconds, timings[source]["own"]
+        planned = estimate_time(_case(run, machine)).seconds
+        cpu_s = timings[source]["own"]
         steps[source] = {
             "planned_s": planned, "measured_s": cpu_s, "wall_s": timings[source]["wall"],
             "off": planned / cpu_s - 1,
@@ -159,11 +163,13 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
     a, b, out = (torch.randn(2**22) for _ in range(3))
     # Large sums: two rows are read and one is written.
     bandwidth = 3 * a.nbytes / _median_seconds(lambda: torch.add(a, b, out=out), 0.2)
-    peaks, rates = {}, {}
+    peaks = {}
+    rates = {}
     for precision, dtype in FORMATS.items():
         products = list[tuple[int, int, int, float]]()
         for m, n, k in SHAPES:
-            x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+            x = torch.randn(m, k).to(dtype)
+            w = torch.randn(n, k).to(dtype)
             times = max(1, 2**24 // (m * n * k))
             seconds = _median_seconds(partial(torch.mm, x, w.t()), times=times)
             products.append((m, n, k, 2 * m * n * k / seconds))
@@ -235,7 +241,8 @@ def fit_length(shares: Sequence[tuple[int, float]], dim: int) -> tuple[float, fl
 
     ``shares`` is in ascending order of length. The time model scales rates by head dim over 128.
     """
-    (short, low), (long, high) = shares[0], shares[-1]
+    (short, low) = shares[0]
+    (long, high) = shares[-1]
     half = max(0.0, (high - low) / max(low / short - high / long, 1e-9))
     return high * (1 + half / long) * 128 / dim, half
 
@@ -272,7 +279,8 @@ def time_calls(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
     cpu_s, wall_s = ({name: list[float]() for name in calls} for _ in range(2))
     for _ in range(rounds):
         for name, call in calls.items():
-            started, cpu_started = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
+            cpu_started = time.process_time()
             call()
             cpu_s[name].append(time.process_time() - cpu_started)
             wall_s[name].append(time.perf_counter() - started)
@@ -281,7 +289,9 @@ def time_calls(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
 
 def planned_seconds(case: Case) -> list[float]:
     """Return a step's planned seconds by part, in the order of ``PARTS``."""
-    software, numbers, parts = case.software, case.number_formats, estimate_time(case).parts
+    software = case.software
+    numbers = case.number_formats
+    parts = estimate_time(case).parts
     setting = build_setting(case.cluster, software, numbers.recipe, numbers.recipe_options)
     compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
     update = newton_schulz_seconds(case, 0, setting.rates)
@@ -295,7 +305,8 @@ def fit_machine(machine: Machine, cases: Sequence[Case], measured: Sequence[floa
 
     ``measured`` has the seconds of the steps that ``cases`` describe, in one or both formats.
     """
-    rates, tables = dict(machine.rates), dict(machine.tables)
+    rates = dict(machine.rates)
+    tables = dict(machine.tables)
     for precision in {case.number_formats.recipe for case in cases}:
         indices = [i for i, case in enumerate(cases) if case.number_formats.recipe == precision]
         factors = _fit_factors(
@@ -310,7 +321,8 @@ def fit_machine(machine: Machine, cases: Sequence[Case], measured: Sequence[floa
         fitted["device"] = factors["memory"] / factors["optimizer"]
         fitted["kernel_s"] *= factors["launch"] / fitted["device"]
         fitted["step_s"] = factors["step"] * 1e-3
-        rates[precision], tables[precision] = fitted, {**tables[precision], "factors": factors}
+        rates[precision] = fitted
+        tables[precision] = {**tables[precision], "factors": factors}
     return replace(machine, rates=rates, tables=tables)
 
 

@@ -136,7 +136,8 @@ def batch_sizes(batch: int, seq: int, ramp: BatchRamp | None) -> BatchSizes:
         return BatchSizes(((0, batch),))
     sizes = range(ramp.start, batch + 1, gcd(ramp.start, batch))
     increments = len(sizes) - 1
-    firsts, sequences = [0], 0
+    firsts = [0]
+    sequences = 0
     for number, size in enumerate(sizes[:-1], 1):
         first = -(-number * (ramp.steps or 0) // increments)
         if ramp.tokens is not None:

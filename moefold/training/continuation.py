@@ -51,8 +51,10 @@ class StoredOrder:
     @classmethod
     def of(cls, stored: Mapping[str, Any], progress: Progress) -> "StoredOrder":
         """Read it from the run of a checkpoint, as plain data, and the progress there."""
-        train, data = stored["train"], stored["data"]
-        sources, ramp = tuple(data["train"]), train.get("ramp")
+        train = stored["train"]
+        data = stored["data"]
+        sources = tuple(data["train"])
+        ramp = train.get("ramp")
         sizes = batch_sizes(train["batch"], data["seq"], ramp and BatchRamp.model_validate(ramp))
         mixture = Mixture(tuple(source.get("weight", 1.0) for source in sources))
         index = progress.next_batch_index()
@@ -75,9 +77,12 @@ def open_loader(run: Run, prepared: PreparedData, world: World) -> Loader:
     Raises:
         ValueError: if the pipeline schedule cannot run the micro-batches of a later, larger batch.
     """
-    seq, micro_batch = run.data.seq, run.train.micro_batch
+    seq = run.data.seq
+    micro_batch = run.train.micro_batch
     sizes = run.train.sizes(seq)
-    pad_to, rank, ranks = world.folding.sizes.row_multiple, world.attention.dp, world.folding.dp
+    pad_to = world.folding.sizes.row_multiple
+    rank = world.attention.dp
+    ranks = world.folding.dp
     for _, size in sizes.stages if run.train.ramp else ():
         per_rank = -(-size // (micro_batch * ranks))
         for found in run.layout.schedule_violations(per_rank):
@@ -150,7 +155,8 @@ def continue_steps(progress: Progress, run: Run, loader: Loader) -> tuple[Progre
         RateJump: if the learning rate would jump, and ``train.extend`` does not say how it goes.
     """
     loader.start_order(progress.order, progress.sequence_offset)
-    steps, step = run.train.steps, progress.step
+    steps = run.train.steps
+    step = progress.step
     phases = progress.rate or (RatePhase(steps),)
     optim = run.optim
     changed = change_steps(phases, optim.schedule_lr, step, steps, run.train.extend, optim.lr)
@@ -216,14 +222,16 @@ def _recut(given: Given, run: Run, loader: Loader, lines: list[str]) -> Given:
     longer context.
     """
     parts = (p for p in loader.prepared.train if p.digest == given.digest)
-    part, seq = next(parts, None), loader.seq
+    part = next(parts, None)
+    seq = loader.seq
     cut = given.cuts[0][0]
     if part is None or isinstance(part.corpus, MaskedCorpus):
         return given
     if given.is_between_epochs or cut >= seq:
         return given
     sequences = build_sequences(part.corpus, run.seed, part.name, seq, given)
-    trained, left = sequences.tokens_given, sequences.count_tokens(0, sequences.n_left)
+    trained = sequences.tokens_given
+    left = sequences.count_tokens(0, sequences.n_left)
     if run.train.repeat == "allow":
         lines.append(
             f"{part.name}: a new epoch begins in sequences of {seq} tokens; {trained:,} of its "

@@ -69,7 +69,8 @@ class RankZeroRunner:
     """
 
     def __init__(self, world: World, job: JobView) -> None:
-        self._ranks, self._job = world.on_host, job
+        self._ranks = world.on_host
+        self._job = job
         self._leading = False
 
     @property
@@ -79,7 +80,8 @@ class RankZeroRunner:
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method on all ranks: broadcast by rank 0 inside ``lead``; elsewhere all call it."""
-        was_leading, self._leading = self._leading, False
+        was_leading = self._leading
+        self._leading = False
         try:
             if was_leading:
                 message = {"call": method.__name__, "args": args, "kwargs": kwargs}
@@ -103,7 +105,8 @@ class RankZeroRunner:
                 return message["answer"]
             with suppress(SaveError):  # It is raised on rank 0 too, which decides.
                 getattr(self._job, message["call"])(*message["args"], **message["kwargs"])
-        was_leading, self._leading = self._leading, True
+        was_leading = self._leading
+        self._leading = True
         try:
             function()
         except BaseException as error:

@@ -39,7 +39,8 @@ def evaluate_sets(
             metrics[f"val/{name}/{figure}"] = total / max(units, 1)
         if n_bytes and not objective.figures:
             metrics[f"val/{name}/bits_per_byte"] = loss / math.log(2) / n_bytes
-        nats, labels = nats + loss, labels + units
+        nats = nats + loss
+        labels = labels + units
     return {"val_loss": nats / labels, **metrics} if labels else metrics
 
 

@@ -56,7 +56,8 @@ class Totals(NamedTuple):
 
 def sum_counts(placed: ModelParts, batches: Sequence[MicroBatch], objective: Objective) -> Totals:
     """Sum the counts of all data ranks' micro-batches."""
-    world, multi_token = placed.world, placed.model.record.multi_token
+    world = placed.world
+    multi_token = placed.model.record.multi_token
     losses = 1 + len(multi_token)
     labels = [sum(b.shift(offset).n_labels for b in batches) for offset in range(1, losses)]
     local = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
@@ -84,8 +85,10 @@ def reduce_figures(
 
     ``extra_names`` names the further figures of the loss, then the loss of each further token.
     """
-    means, sizes = 1 + len(extra_names), len(totals.counts)
-    mixtures, names = dict(placed.model.moe_layers()), list(placed.term_layers)
+    means = 1 + len(extra_names)
+    sizes = len(totals.counts)
+    mixtures = dict(placed.model.moe_layers())
+    names = list(placed.term_layers)
     values = norm_squared.new_zeros(2 + means + len(names) + (missing is not None))
     values[0] = norm_squared
     values[-1].fill_(stop)  # an assignment would wait for the device

@@ -51,7 +51,8 @@ def fork(
     ranks = job.world.group("world")
     path = Path(run_on_first(lambda: str(resolve_checkpoint(source)), ranks))
     meta = manifest.read(path).meta
-    stored, tokenizer = tokenizer_of(meta), "unknown"
+    stored = tokenizer_of(meta)
+    tokenizer = "unknown"
     if stored is not None:
         differing = job.tokenizer.first_difference(stored)
         tokenizer = "same" if differing is None else "new"
@@ -104,9 +105,11 @@ def _mismatch_message(
     path: Path, stored: Tokenizer, number: int, now: str | None, then: str | None
 ) -> str:
     """Return the error text for token ids that differ from a checkpoint's, with the remedy."""
-    folder, first = path.parent, ""
+    folder = path.parent
+    first = ""
     if not (folder / TOKENIZER_FILE).is_file():
-        first, folder = f"moefold export {path} HF_FOLDER and then ", Path("HF_FOLDER")
+        first = f"moefold export {path} HF_FOLDER and then "
+        folder = Path("HF_FOLDER")
     rows = f" model.shape.vocab={stored.vocab}" if stored.vocab > stored.size else ""
     return (
         f"{path} was trained with another tokenizer: token {number} is {then!r} there "

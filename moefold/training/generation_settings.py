@@ -13,7 +13,8 @@ from moefold.data.config import DataError
 from moefold.data.folder.files import GENERATION_CONFIG
 from moefold.model.logits import LogitRules
 
-TEMPERATURE, TOP_P = 0.8, 0.95
+TEMPERATURE = 0.8
+TOP_P = 0.95
 HOW_TO_SAMPLE = ("temperature", "top_k", "top_p", "min_p")
 _THEIRS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 _OURS = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P, "min_p": 0.0}

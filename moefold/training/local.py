@@ -71,9 +71,14 @@ class LocalCopies:
         root = os.path.expandvars(record.folder)
         if "$" in root:
             raise ValueError(f"watch.checkpoint.local.folder: unset environment variable in {root}")
-        self._root, self._every, self._identity = Path(root), record.every, identity
-        self._folder, self._signature, self._world = folder, signature, world
-        self._session, self._run_folder = "", Path()
+        self._root = Path(root)
+        self._every = record.every
+        self._identity = identity
+        self._folder = folder
+        self._signature = signature
+        self._world = world
+        self._session = ""
+        self._run_folder = Path()
         # Distance to the rank that also writes this rank's part.
         self._partner_distance = world.on_host.size // 2
         self._thread: threading.Thread | None = None
@@ -90,12 +95,14 @@ class LocalCopies:
         step = progress["step"]
         if rewound:
             self.wait()
-            self._session, self._written = "", -1
+            self._session = ""
+            self._written = -1
         self._begin_session(step)
         if step % self._every or step == 0:
             return
         self.wait()
-        ranks, tensors = self._world.on_host, state()
+        ranks = self._world.on_host
+        tensors = state()
         own_state = torch.empty(packed_size(tensors), dtype=torch.uint8)
         pack(tensors, own_state)
         parts = [(ranks.index, self._signature, own_state)]
@@ -181,7 +188,8 @@ class LocalCopies:
             for rank, signature, values in parts:
                 copy = RankCopy(step, self._session, rank, signature, progress)
                 head = json.dumps({"identity": self._identity, **copy._asdict()}).encode() + b"\n"
-                digest, data = sha256(head), values.numpy().data
+                digest = sha256(head)
+                data = values.numpy().data
                 digest.update(data)
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
                 part = path.with_suffix(path.suffix + ".part")
@@ -256,7 +264,8 @@ def _read_copy(paths: Sequence[Path]) -> Tensor | None:
     for path in paths:
         try:
             with path.open("rb") as file:
-                checksum, head = file.readline(HEAD_BYTES), file.readline(HEAD_BYTES)
+                checksum = file.readline(HEAD_BYTES)
+                head = file.readline(HEAD_BYTES)
                 size = path.stat().st_size - file.tell()
                 values = torch.empty(size, dtype=torch.uint8)
                 count = file.readinto(values.numpy().data)

@@ -27,7 +27,8 @@ GPU_SIDES: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
 """Side lengths of the square products that are timed; the best rate counts."""
 PEAK_FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Formats for which chips' peak rates are published."""
-NUM_REMEASURES, REMEASURE_S = 3, 0.5
+NUM_REMEASURES = 3
+REMEASURE_S = 0.5
 """Number and seconds of new measurements of the machine's rate if steps exceed it."""
 
 
@@ -55,16 +56,19 @@ def measure_rates(
     random_values = torch.rand(2 * max(sides) ** 2, device=device, generator=generator)
     values = {dtype: random_values.to(dtype) for dtype in dtypes}
     best = dict.fromkeys(dtypes, (0.0, sides[0]))
-    spent, any_fits = dict.fromkeys(dtypes, 0.0), True
+    spent = dict.fromkeys(dtypes, 0.0)
+    any_fits = True
     for operand in values.values():
         _product_seconds(operand, sides[0])  # warm-up: the first product includes set-up
     while any_fits:
         any_fits = False
         for side, dtype in product(sides, dtypes):
-            flops, rate = 2 * side**3, best[dtype][0]
+            flops = 2 * side**3
+            rate = best[dtype][0]
             if rate and spent[dtype] + flops / rate > seconds:
                 continue
-            any_fits, seconds_taken = True, _product_seconds(values[dtype], side)
+            any_fits = True
+            seconds_taken = _product_seconds(values[dtype], side)
             spent[dtype] += seconds_taken
             best[dtype] = max(best[dtype], (flops / seconds_taken, side))
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
@@ -123,7 +127,9 @@ class Utilisation:
 
     def __init__(self, machine: MatrixRate, dtype: torch.dtype, world: World) -> None:
         device = world.device
-        self._dtype, self._device, self._ranks = dtype, device, world.size
+        self._dtype = dtype
+        self._device = device
+        self._ranks = world.size
         self._remeasures_left = NUM_REMEASURES
         self.machine = machine
         """Best rate of one rank's device measured so far."""

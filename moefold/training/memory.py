@@ -95,8 +95,10 @@ def _describe(error: Exception, world: World) -> str:
         return describe_shortage(error)
     if world.device.type != "cuda":
         return f"{error}; {describe_host_memory()}"
-    stats, key = torch.cuda.memory_stats(world.device), "allocated_bytes.all"
-    peak, current = stats[f"{key}.peak"] / GIB, stats[f"{key}.current"] / GIB
+    stats = torch.cuda.memory_stats(world.device)
+    key = "allocated_bytes.all"
+    peak = stats[f"{key}.peak"] / GIB
+    current = stats[f"{key}.current"] / GIB
     reserved = stats["reserved_bytes.all.current"] / GIB
     allocated = f"allocated: {current:.2f} GiB, peak {peak:.2f}"
     return f"{error}\n{allocated}; PyTorch reserved {reserved:.2f}"

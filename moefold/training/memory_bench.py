@@ -57,7 +57,8 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
     cluster = Cluster(cpu_device(1e11, 1e10, HOST_BYTES), world, 1, 1)
     task, choice = task_from_run(run, cluster, load=1.0)
     run = with_memory_policy(run, choice.memory_policy)
-    case, available = choice.build_case(task), cluster.device.memory_bytes
+    case = choice.build_case(task)
+    available = cluster.device.memory_bytes
     needed = fullest_rank(case).peak_allocated * world
     if needed > available:
         raise ValueError(
@@ -84,7 +85,8 @@ def planned_bytes(
     case: Case, layout: Layout, pp: int
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return a pipeline rank's planned bytes after each action, by part and by saved tensor."""
-    state, planned = stage_bytes(case, pp).state, []
+    state = stage_bytes(case, pp).state
+    planned = []
     width = bytes_per_activation(case.number_formats.recipe)
     message_bytes = case.rows * case.decoder.hidden * width
     # Records are hashable, which their types do not say.
@@ -111,7 +113,8 @@ def measure_rank(
         folding = Folding(run.layout.split, info.world_size, run.layout.order)
         ranks = World.open(folding, "cpu", run.watch.time_out_s)
     with ranks as world:
-        decoder, chunk = run.decoder(), run.train.loss_chunk
+        decoder = run.decoder()
+        chunk = run.train.loss_chunk
         placed = build_parts(decoder, precision, run.layout, world)
         initialise(placed.model, decoder, run.seed, placed.shards)
         data = ShardedState(placed)

@@ -55,7 +55,8 @@ class StorageRecorder(EagerMode):
 
     def live_bytes(self, excluded: Iterable[int]) -> int:
         """Return the bytes of the recorded storages that are alive and not among ``excluded``."""
-        storages, excluded = self.storages.items(), set(excluded)
+        storages = self.storages.items()
+        excluded = set(excluded)
         return sum(size for key, (s, size) in storages if key not in excluded and not s.expired())
 
 
@@ -75,7 +76,9 @@ class MemoryProbe(Executor):
         *args: Any,
     ) -> None:
         super().__init__(*args)
-        self._data, self._measurements, self._planned = data, measured, planned
+        self._data = data
+        self._measurements = measured
+        self._planned = planned
         self._max_wait_s = MAX_WAIT_S
 
     def run(self) -> Any:
@@ -109,7 +112,8 @@ class MemoryProbe(Executor):
             return
         for pass_ in self._in_flight.values():
             pass_.flow.saved_tensors.offloaded.wait_all()
-        measured, deadline = self._measure(), time.monotonic() + self._max_wait_s
+        measured = self._measure()
+        deadline = time.monotonic() + self._max_wait_s
         planned = self._planned[len(self._measurements)] if self._planned else {}
         transient = [(part, planned[part]) for part in TRANSIENT_PARTS if part in planned]
         while self._max_wait_s and any(measured[part] > size + 0.5 for part, size in transient):

@@ -24,7 +24,8 @@ from moefold.training.model_checkpoint import StoredModel
 from moefold.training.report import summary
 from moefold.training.run_folder import History
 
-README, BASE_README = "README.md", "README.base.md"
+README = "README.md"
+BASE_README = "README.base.md"
 BASE_LIMIT = 256 * 2**10
 """Largest card of a base model, in bytes, that is kept; the rest of a larger one is cut off."""
 STORED_CARD = "base_card"
@@ -91,7 +92,8 @@ def _metadata(base: str | None, adapter: bool) -> Iterator[str]:
 def _model(
     stored: StoredModel, dtype: Dtype, layout: Layout, adapter: bool, base: str | None
 ) -> Iterator[str]:
-    decoder, counts = stored.decoder, count(stored.decoder)
+    decoder = stored.decoder
+    counts = count(stored.decoder)
     name = _plain((stored.meta.get("run") or {}).get("name") or stored.path.parent.name)
     yield from (f"# {name}", "")
     if adapter:

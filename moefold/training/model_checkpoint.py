@@ -115,7 +115,8 @@ class StoredModel:
             ConvertError: if their base is not a Hugging Face folder, or has changed.
         """
         record = (self.meta.get("run") or {}).get("model", {})
-        base, remedy = record.get("from"), "; --merged writes the base with the adapters merged"
+        base = record.get("from")
+        remedy = "; --merged writes the base with the adapters merged"
         if record.get("family") != "folder" or not isinstance(base, str):
             raise ConvertError(folder, ["the run's base is not a Hugging Face folder" + remedy])
         shapes = {name: self.tensors.shape(name) for name in self.tensors}
@@ -162,14 +163,16 @@ class ModelTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, reader: Reader, scales: Mapping[str, float]) -> None:
-        self._reader, self.scales = reader, scales
+        self._reader = reader
+        self.scales = scales
         stored = reader.manifest.tensors
         names = (n.removeprefix(MODEL_PREFIX) for n in stored if n.startswith(MODEL_PREFIX))
         self._names = [name for name in names if not name.endswith((LORA_A, LORA_B))]
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a weight with its adapter merged; or A or B, which are not among the keys."""
-        weight, scale = self.stored(name), self.scales.get(name)
+        weight = self.stored(name)
+        scale = self.scales.get(name)
         if scale is None:
             return weight
         a, b = (self.stored(name + end) for end in (LORA_A, LORA_B))
@@ -245,7 +248,8 @@ def fill_initial_values(
 
     With ``will_be_replaced`` no folder is read, as the values will be overwritten.
     """
-    source, initial = run.model, initial_values(decoder, run.seed)
+    source = run.model
+    initial = initial_values(decoder, run.seed)
     if will_be_replaced or not isinstance(source, Folder):
         data.fill(initial)
         return ()

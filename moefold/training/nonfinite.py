@@ -55,7 +55,8 @@ def decide_update(
             progress.strikes = 0
         return "update"
     assert isinstance(policy, Stop | Skip | Rewind)
-    progress.strikes, progress.struck_at = progress.strikes + 1, progress.step
+    progress.strikes = progress.strikes + 1
+    progress.struck_at = progress.step
     description = _describe_nonfinite(batches, data)
     verdict = replay(data, recompute) if policy.replay else ""
     must_stop = isinstance(policy, Stop) or progress.strikes > policy.limit
@@ -97,7 +98,8 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
 
     All ranks call it. Without quantised products the list is empty.
     """
-    model, world = data.placed.model, data.placed.world
+    model = data.placed.model
+    world = data.placed.world
     names = {number: name for name, number in quantised_weight_names(model.record).items()}
     if not names:
         return []

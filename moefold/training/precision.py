@@ -66,13 +66,17 @@ class PrecisionChoice:
             }
 
         facts = run_on_first(read_or_measure, world.on_host)
-        rates, stored = facts["rates"], facts["stored"]
+        rates = facts["rates"]
+        stored = facts["stored"]
         if stored is not None and setting in ("auto", stored):  # Stored run files name the format.
-            precision, why = stored, "kept from the run's start"
+            precision = stored
+            why = "kept from the run's start"
         elif setting != "auto":
-            precision, why = setting, "set explicitly"
+            precision = setting
+            why = "set explicitly"
         else:
-            precision, why = faster_precision(rates), "auto"
+            precision = faster_precision(rates)
+            why = "auto"
         initial = facts["initial"] or {}
         if not (initial or stored):
             initial = {"asked": setting, "flops_per_s": rates, "device": device_name(world.device)}

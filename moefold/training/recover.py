@@ -39,7 +39,8 @@ class StateCopy:
 
     def __init__(self, memory: mmap, start: int, size: int) -> None:
         """Open the copy in ``size`` bytes from ``start`` on, with what an earlier process wrote."""
-        self._memory, self._start = memory, start
+        self._memory = memory
+        self._start = start
         self.head: dict[str, Any] = {}
         self.values = torch.frombuffer(
             memory, dtype=torch.uint8, count=size - HEAD_BYTES, offset=start + HEAD_BYTES
@@ -50,17 +51,20 @@ class StateCopy:
 
     def invalidate(self) -> None:
         """Mark the copy as not complete."""
-        self._memory[self._start], self.head = 0, {}
+        self._memory[self._start] = 0
+        self.head = {}
 
     def write(self, tensors: Sequence[Tensor], head: dict[str, Any]) -> None:
         """Write the copy; if the process is killed meanwhile, it is not complete."""
         self.invalidate()
         pack(tensors, self.values)
-        text, start = json.dumps(head).encode(), self._start
+        text = json.dumps(head).encode()
+        start = self._start
         assert 16 + len(text) <= HEAD_BYTES, f"{len(text)} bytes do not fit before a copy"
         self._memory[start + 8 : start + 16] = len(text).to_bytes(8, "little")
         self._memory[start + 16 : start + 16 + len(text)] = text
-        self._memory[start], self.head = 1, head
+        self._memory[start] = 1
+        self.head = head
 
 
 class MemoryCheckpoint:
@@ -76,7 +80,9 @@ class MemoryCheckpoint:
 
     def __init__(self, attempt: Attempt, record: Survive) -> None:
         """Open the copies that an earlier process of this rank has written, if any."""
-        self._attempt, self._every, self._turn = attempt, record.every, 0
+        self._attempt = attempt
+        self._every = record.every
+        self._turn = 0
         size = attempt.memory.size // NUM_COPIES
         self._copies = _map_copies(attempt.memory, size) if size else []
         self.recovered: dict[str, Any] = {}
@@ -119,7 +125,8 @@ class MemoryCheckpoint:
         heads = {tuple(head["turn"]): head for rank_heads in by_rank for head in rank_heads}
         loss = self._attempt.loss
         if loss is not None:
-            now, newest = time.time(), heads[max(heads)] if heads else {}
+            now = time.time()
+            newest = heads[max(heads)] if heads else {}
             self.recovered = {
                 "lost": list(loss.ranks),
                 "why": loss.reason,

@@ -78,7 +78,8 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     recoveries = [start for start in starts if "recovered" in start]
     times = history.curve("step_time_s").values
     step_s = float(np.nanmedian(times)) if np.isfinite(times).any() else 0.0
-    parts, lost_steps = dict.fromkeys(DOWNTIME_PARTS, 0.0), 0
+    parts = dict.fromkeys(DOWNTIME_PARTS, 0.0)
+    lost_steps = 0
     for start in recoveries:
         recovered = start["recovered"]
         repeated_steps = max(0, recovered.get("reached", start["step"]) - start["step"])

@@ -52,13 +52,15 @@ class ChoiceWriter:
     """Writes the choices of this rank's routers, step by step."""
 
     def __init__(self, folder: Path, placed: ModelParts) -> None:
-        self._folder, self._placed = folder, placed
+        self._folder = folder
+        self._placed = placed
         self._chosen = dict[str, dict[int, Tensor]]()
         self._tokens: tuple[Tensor, ...] = ()
 
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
         """Return the passes of a step, which report their decisions to this writer."""
-        self._chosen, self._tokens = {}, _valid_tokens(flows)
+        self._chosen = {}
+        self._tokens = _valid_tokens(flows)
         records = [partial(self._record, number, flow.rows) for number, flow in enumerate(flows)]
         decisions = [RoutingDecisions(on_new=record) for record in records]
         return [replace(f, decisions=d) for f, d in zip(flows, decisions, strict=True)]
@@ -66,7 +68,8 @@ class ChoiceWriter:
     def _record(self, number: int, rows: MicroBatch, key: str, decision: Any) -> None:
         if not isinstance(decision, Decision):
             return
-        chosen_TK, kept_TK = decision.experts_TK, decision.kept_TK
+        chosen_TK = decision.experts_TK
+        kept_TK = decision.kept_TK
         if kept_TK is not None:
             chosen_TK = torch.where(kept_TK, chosen_TK, -1 - chosen_TK)
         narrow_NK = chosen_TK[: rows.n_valid].to(torch.int32)
@@ -74,7 +77,8 @@ class ChoiceWriter:
 
     def end(self) -> None:
         """Write the step's file."""
-        world, model = self._placed.world, self._placed.model
+        world = self._placed.world
+        model = self._placed.model
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         folder = self._folder / step_name(model.recipe.step)
@@ -95,7 +99,8 @@ class ChoiceReader:
     """Reads the choices of a recorded run in any layout, step by step."""
 
     def __init__(self, folder: Path, placed: ModelParts) -> None:
-        self._folder, self._recipe = folder, placed.model.recipe
+        self._folder = folder
+        self._recipe = placed.model.recipe
         self._layers = {f"layers.{n}": moe.record for n, moe in placed.model.moe_layers()}
         self._chosen = dict[str, Tensor]()
 
@@ -105,7 +110,8 @@ class ChoiceReader:
         Raises:
             RoutingError: if decisions are missing, or are of other tokens or layers.
         """
-        folder, (token_N, id_N) = self._folder / step_name(self._recipe.step), _valid_tokens(flows)
+        folder = self._folder / step_name(self._recipe.step)
+        (token_N, id_N) = _valid_tokens(flows)
         places = {key: record.router.places for key, record in self._layers.items()}
         absent_N1 = torch.full((len(token_N), 1), ABSENT, dtype=torch.int32)
         self._chosen = {key: absent_N1.repeat(1, number) for key, number in places.items()}
@@ -117,7 +123,8 @@ class ChoiceReader:
                     f"{folder}: no choice of {key} for token {token_N[missing[0, 0]]} of the step; "
                     "replay a recording of the same data, train.batch and layers"
                 )
-        start, replayed = 0, list[Flow]()
+        start = 0
+        replayed = list[Flow]()
         for flow in flows:
             token_range = slice(start, start := start + flow.rows.n_valid)
             read = partial(self._decision, flow.rows, token_range)
@@ -127,7 +134,9 @@ class ChoiceReader:
     def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
         """Read from a file the choices for this rank's tokens."""
         with open_recording(path, "pt") as file:
-            choices, token_M, id_M = file.experts, file.token_M, file.id_M
+            choices = file.experts
+            token_M = file.token_M
+            id_M = file.id_M
             sorted_N, order_N = token_N.sort()
             at_M = torch.searchsorted(sorted_N, token_M).clamp(max=len(sorted_N) - 1)
             local_M = sorted_N[at_M] == token_M
@@ -135,14 +144,16 @@ class ChoiceReader:
             mismatched = (id_M[local_M] != id_N[row_L]).nonzero()
             if mismatched.numel():
                 first = mismatched[0, 0]
-                token, stored_id = token_M[local_M][first], id_M[local_M][first]
+                token = token_M[local_M][first]
+                stored_id = id_M[local_M][first]
                 raise RoutingError(
                     f"{path}: token {token} of the step has id {stored_id}, but "
                     f"{id_N[row_L][first]} in this run; replay a recording of the same data in the "
                     "same order"
                 )
             for key in sorted(self._chosen.keys() & choices.keys()):
-                chosen_MK, chosen_NK = file.chosen(key), self._chosen[key]
+                chosen_MK = file.chosen(key)
+                chosen_NK = self._chosen[key]
                 expected = chosen_NK.shape[1], self._layers[key].router.choices
                 if (chosen_MK.shape[1], choices[key]) != expected:
                     raise RoutingError(
@@ -153,10 +164,12 @@ class ChoiceReader:
 
     def _decision(self, rows: MicroBatch, token_range: slice, key: str) -> Decision:
         """Return the recorded decision of a layer for one micro-batch."""
-        chosen_NK, record = self._chosen[key][token_range].to(torch.int64), self._layers[key]
+        chosen_NK = self._chosen[key][token_range].to(torch.int64)
+        record = self._layers[key]
         kept_NK = chosen_NK >= 0
         experts_NK = torch.where(kept_NK, chosen_NK, -1 - chosen_NK)
-        padding, device = (0, 0, 0, rows.rows - rows.n_valid), rows.ids_T.device
+        padding = (0, 0, 0, rows.rows - rows.n_valid)
+        device = rows.ids_T.device
         experts_TK = pad(experts_NK, padding, value=record.router.choices).to(device)
         return Decision(experts_TK, pad(kept_NK, padding).to(device) if record.capacity else None)
 

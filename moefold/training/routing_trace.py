@@ -20,7 +20,9 @@ MAX_EXPERTS = 1 << 16
 """Larger numbers of experts in a recording are refused before anything of that size exists."""
 MAX_PLACES = 4096
 MAX_ID = 1 << 31
-TOKEN, ID, CHOICES = "token", "id", "choices"
+TOKEN = "token"
+ID = "id"
+CHOICES = "choices"
 _LAYER = re.compile(r"layers\.\d{1,9}(\.[A-Za-z0-9_.]{1,80})?")
 _FILE = re.compile(r"(\d{1,9})-of-(\d{1,9})")
 _INTEGER_TYPES = frozenset({"I8", "I16", "I32", "I64"})
@@ -37,7 +39,8 @@ class RecordedFile:
     """
 
     def __init__(self, path: Path, file: Any) -> None:
-        self._path, self._file = path, file
+        self._path = path
+        self._file = file
         self.experts = self._read_experts()
         """Number of experts to choose from, by layer of this file."""
         self.token_M = self._integers(TOKEN, 1)
@@ -50,7 +53,8 @@ class RecordedFile:
 
     def chosen(self, key: str) -> Any:
         """Return a layer's choices [M, K], each in ``[-1 - experts, experts]``."""
-        chosen_MK, experts = self._integers(key, 2), self.experts[key]
+        chosen_MK = self._integers(key, 2)
+        experts = self.experts[key]
         rows, places = chosen_MK.shape
         if rows != len(self.token_M) or not 1 <= places <= MAX_PLACES:
             self._fail(
@@ -77,7 +81,8 @@ class RecordedFile:
         if name not in self._file.keys():  # noqa: SIM118  (the library's object has no `in`)
             self._fail(f"has no tensor `{name}`")
         header = self._file.get_slice(name)
-        dtype, shape = header.get_dtype(), header.get_shape()
+        dtype = header.get_dtype()
+        shape = header.get_shape()
         if dtype not in _INTEGER_TYPES or len(shape) != dims:
             self._fail(f"`{name}` is {dtype} {list(shape)}, not whole numbers in {dims} dims")
         return self._file.get_tensor(name)
@@ -185,9 +190,11 @@ def stability(before: LayerChoices, now: LayerChoices) -> dict[str, float]:
     choices of each token id that is in both steps, averaged over its tokens in ``now``;
     ``ids_kept`` is the share of tokens in ``now`` with such an id.
     """
-    (id_P, expert_P, count_P), (id_Q, expert_Q, count_Q) = before.by_id(), now.by_id()
+    (id_P, expert_P, count_P) = before.by_id()
+    (id_Q, expert_Q, count_Q) = now.by_id()
     size = now.experts + 1
-    total_P, total_Q = _totals(id_P, count_P), _totals(id_Q, count_Q)
+    total_P = _totals(id_P, count_P)
+    total_Q = _totals(id_Q, count_Q)
     kept_Q = np.isin(id_Q, id_P)
     _, at_P, at_Q = np.intersect1d(
         id_P * size + expert_P, id_Q * size + expert_Q, assume_unique=True, return_indices=True

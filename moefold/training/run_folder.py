@@ -53,10 +53,12 @@ class StepLines:
     def rewind(self, step: int) -> None:
         """Drop all lines after ``step``, in one system call."""
         self.close()
-        end, self.newest = 0, {"step": -1}
+        end = 0
+        self.newest = {"step": -1}
         if self.path.exists():
             for line, start, stop in _line_spans(self.path):
-                number, last = line["step"], self.newest["step"]
+                number = line["step"]
+                last = self.newest["step"]
                 if number > step:
                     break
                 if number <= last:
@@ -64,7 +66,8 @@ class StepLines:
                         f"{self.path}: step {number} at byte {start} follows step {last}; "
                         "move the file away or repair it"
                     )
-                end, self.newest = stop, line
+                end = stop
+                self.newest = line
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
         if os.fstat(self._file.fileno()).st_size > end:
             os.ftruncate(self._file.fileno(), end)
@@ -135,7 +138,8 @@ class Curve:
 
     def smooth(self, span: float) -> np.ndarray:
         """Return the exponential mean over about ``span`` values, over fewer at the start."""
-        out, mean = np.empty_like(self.values), np.nan
+        out = np.empty_like(self.values)
+        mean = np.nan
         for i, value in enumerate(self.values):
             if np.isfinite(value):
                 fresh = 1.0 / max(min(span, 1.0 + i / 8), 1.0)
@@ -160,7 +164,8 @@ class History:
     @classmethod
     def read(cls, folder: Path) -> "History":
         """Read a run folder; the part of a missing file is empty."""
-        path, events = folder / EVENTS_FILE, []
+        path = folder / EVENTS_FILE
+        events = []
         for text in path.read_bytes().splitlines() if path.exists() else []:
             # An incomplete line of a killed process is skipped.
             with suppress(ValueError, RecursionError):
@@ -170,7 +175,8 @@ class History:
             {key: value for key, value in line.items() if _is_figure(key, value)}
             for line in read_lines(folder / METRICS_FILE)
         ]
-        loads, baselines = _read_loads(folder / LOAD_FILE), read_baselines(folder / BASELINES_FILE)
+        loads = _read_loads(folder / LOAD_FILE)
+        baselines = read_baselines(folder / BASELINES_FILE)
         return cls(lines, loads, baselines, events)
 
     def curve(self, key: str) -> Curve:

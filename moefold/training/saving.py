@@ -47,7 +47,10 @@ class Saver:
     def __init__(
         self, folder: Path, policy: CheckpointPolicy, lock: FolderLock, world: World
     ) -> None:
-        self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
+        self._folder = folder
+        self._policy = policy
+        self._lock = lock
+        self._world = world
         self._ranks = world.on_host
         require_shared(folder, self._ranks)
         # The save in progress, this rank's thread for it, and whether that is in the last part.
@@ -76,7 +79,8 @@ class Saver:
         copied = self._copy_to_host(tensors)
         saving = CheckpointWriter(self._folder, step, copied, meta, self._policy, **options)
         saving.begin()
-        self._saving, self._thread = saving, start_background(saving.write)
+        self._saving = saving
+        self._thread = start_background(saving.write)
         return saving.path
 
     def poll(self, wait: bool = False) -> None:
@@ -110,25 +114,29 @@ class Saver:
         """Wait for this rank's thread and abandon the save; for a run that failed."""
         if self._thread is not None:
             self._thread.join()
-        self._saving, self._publishing = None, False
+        self._saving = None
+        self._publishing = False
 
     def _advance(self) -> None:
         """Start the next part of a save, once the current one is done on all ranks."""
         saving = self._saving
         assert saving is not None
         if self._publishing:
-            self._saving, self._publishing = None, False
+            self._saving = None
+            self._publishing = False
             saving.conclude()
         else:
             saving.collect()
-            self._publishing, self._thread = True, start_background(saving.publish)
+            self._publishing = True
+            self._thread = start_background(saving.publish)
 
     def _copy_to_host(self, tensors: SlicesByName) -> dict[str, list[TensorSlice]]:
         """Copy the state to the host, into the buffers of the previous copies."""
         copied: dict[str, list[TensorSlice]] = {name: [] for name in tensors}
         for name, parts in tensors.items():
             for number, part in enumerate(parts):
-                tensor, buffer = part.tensor, self._copies.get((name, number))
+                tensor = part.tensor
+                buffer = self._copies.get((name, number))
                 if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                     pinned = tensor.device.type == "cuda"
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)

@@ -105,7 +105,8 @@ def full_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
 
     They are unsharded and on the host of each rank. All ranks call it.
     """
-    model, ranks = data.placed.model, data.placed.world.on_host
+    model = data.placed.model
+    ranks = data.placed.world.on_host
     matching = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
     weights = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in matching}
     for part in data.weights():
@@ -142,7 +143,8 @@ def assigned_slices(
     If several ranks hold copies of a box, a hash of its name selects the writer; a large box is
     split along its first dim among some of them, at least ``min_bytes`` each.
     """
-    origin, tensor = tuple(start for start, _ in part.box), part.tensor.detach()
+    origin = tuple(start for start, _ in part.box)
+    tensor = part.tensor.detach()
     size = tensor.numel() * tensor.element_size()
     rows = len(tensor) if tensor.dim() else 1
     pieces = max(1, min(part.copies, rows, size // min_bytes))
@@ -153,7 +155,8 @@ def assigned_slices(
         if pieces == 1:
             yield TensorSlice(tensor, part.shape, origin)
         else:
-            begin, end = piece * rows // pieces, (piece + 1) * rows // pieces
+            begin = piece * rows // pieces
+            end = (piece + 1) * rows // pieces
             yield TensorSlice(tensor[begin:end], part.shape, (origin[0] + begin, *origin[1:]))
 
 

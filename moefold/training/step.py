@@ -73,7 +73,8 @@ def _pass(
     Returns the metrics and, if rows overflowed on any rank, the overflow of this one, else None.
     """
     placed = data.placed
-    model, world = placed.model, placed.world
+    model = placed.model
+    world = placed.world
     module = world.recorder.module
     flows = [build_flow(placed, batch, exact=exact) for batch in batches]
     with module("loss"):

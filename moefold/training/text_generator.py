@@ -50,7 +50,9 @@ class TextGenerator:
         Raises:
             CheckpointError: if it has no tokenizer.
         """
-        path, device, step = Path(source), device_kind(), None
+        path = Path(source)
+        device = device_kind()
+        step = None
         notes: tuple[str, ...] = ()
         if is_hub_folder(path):
             import_plugins(uses)
@@ -63,7 +65,9 @@ class TextGenerator:
             window = imported.decoder.context
         else:
             with StoredModel.open(path, uses) as stored:
-                path, tokenizer, meta = stored.path, stored.tokenizer, stored.meta
+                path = stored.path
+                tokenizer = stored.tokenizer
+                meta = stored.meta
                 model = stored.model(device=device)
             window = (meta.get("run") or {}).get("data", {}).get("seq") or stored.decoder.context
             step = meta.get("progress", {}).get("step")
@@ -147,7 +151,9 @@ class Reply:
     """A reply while it is generated: iterate over it for its parts in pieces, then ask for more."""
 
     def __init__(self, tokenizer: Tokenizer, form: ReplyForm, new_ids: Iterator[int]) -> None:
-        self._tokenizer, self._form, self._new_ids = tokenizer, form, new_ids
+        self._tokenizer = tokenizer
+        self._form = form
+        self._new_ids = new_ids
         self._ids = list[int]()
 
     def __iter__(self) -> Iterator[Piece]:

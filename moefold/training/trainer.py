@@ -113,10 +113,16 @@ class Trainer:
         self.world = world = world or World.single(torch.device(device_kind()))
         self.device = world.device
         require_fit(run, world.size)
-        self.folder, self.hooks, self.memory = Path(folder), tuple(hooks), memory
-        self.last_step, self._is_fork = run.train.steps, is_fork
-        self.progress, self.batch_index = Progress(), 0
-        self._busy_s, self._running, self._closed = 0.0, False, False
+        self.folder = Path(folder)
+        self.hooks = tuple(hooks)
+        self.memory = memory
+        self.last_step = run.train.steps
+        self._is_fork = is_fork
+        self.progress = Progress()
+        self.batch_index = 0
+        self._busy_s = 0.0
+        self._running = False
+        self._closed = False
         self.resumed_from: Path | None = None
         self.hook_states: dict[str, Any] = {}
         # The step whose checkpoint this process has read completely, or written.
@@ -146,7 +152,8 @@ class Trainer:
                 with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
                     self.data = ShardedState(placed, has_values=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
-                self.placed, self.model = self.data.placed, self.data.placed.model
+                self.placed = self.data.placed
+                self.model = self.data.placed.model
                 self.executor = step_executor(self.data, run.train.routing)
                 self.counts = count(self.decoder)
                 self.utilisation = Utilisation(choice.machine, self.model.recipe.dtype, world)
@@ -267,7 +274,9 @@ class Trainer:
                     metrics = self.step()
                 self.save()
                 self.saver.wait()
-                reason, self._agreed_stop, self._stop_request = self._agreed_stop, None, None
+                reason = self._agreed_stop
+                self._agreed_stop = None
+                self._stop_request = None
                 if reason is not None:
                     raise Interrupted(f"{reason}; saved step {self.progress.step}")
             except BaseException as caught:
@@ -288,20 +297,25 @@ class Trainer:
         """
         self._start_hooks()
         self.saver.poll()
-        started, waited = time.perf_counter(), self.world.recorder.waited_s
-        run, step = self.run, self.progress.step
+        started = time.perf_counter()
+        waited = self.world.recorder.waited_s
+        run = self.run
+        step = self.progress.step
         self.batch_index = index = self.progress.next_batch_index()
-        self.model.recipe.seed, self.model.recipe.step = run.seed, step
+        self.model.recipe.seed = run.seed
+        self.model.recipe.step = step
         micros = self.loader.load_step(index) if batches is None else batches
 
         def forward_backward() -> StepFigures:
-            stop, loss = self._stop_request is not None, self.objective
+            stop = self._stop_request is not None
+            loss = self.objective
             return gradients(self.data, micros, run.train.loss_chunk, stop, self.executor, loss)
 
         figures = forward_backward()
         if figures.stop and self._stop_request is None:
             self._stop_request = "another rank was asked to stop"
-        policy, now = run.train.on_nonfinite, self.progress
+        policy = run.train.on_nonfinite
+        now = self.progress
         decision = decide_update(policy, now, figures, micros, self.data, forward_backward)
         if decision == "rewind":
             self._rewind(index)
@@ -349,7 +363,8 @@ class Trainer:
             self.progress = Progress(rate=before.rate)
             self.hook_states = {}
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, index}))
-        self.progress.strikes, self.progress.struck_at = before.strikes, before.struck_at
+        self.progress.strikes = before.strikes
+        self.progress.struck_at = before.struck_at
         self._saved = None  # the stored checkpoint of this step lacks the exclusion
         self._call_hooks("on_rewind")
         self._save_copies(rewound=True)
@@ -390,7 +405,8 @@ class Trainer:
         if tokens is None and record is not None:
             is_finished = self.progress.step >= self.run.train.steps
             tokens = None if is_finished and record.at_end == "all" else record.tokens
-        loss_chunk, loss = self.run.train.loss_chunk, self.objective
+        loss_chunk = self.run.train.loss_chunk
+        loss = self.objective
         metrics = evaluate_sets(self.placed, self.loader, tokens, loss_chunk, loss)
         self._call_hooks("on_evaluate", metrics)
         return metrics
@@ -403,7 +419,8 @@ class Trainer:
         alone do not show damage.
         """
         self.saver.poll(wait=True)
-        present, step = self._newest_checkpoint(), self.progress.step
+        present = self._newest_checkpoint()
+        step = self.progress.step
         if present is not None and present.name == step_name(step) and self._saved == step:
             return present
         index = self.progress.next_batch_index()
@@ -436,7 +453,8 @@ class Trainer:
     @on_all_ranks
     def pace(self) -> list[float]:
         """Return each rank's busy seconds in steps since the last call, waits excluded."""
-        busy, self._busy_s = self._busy_s, 0.0
+        busy = self._busy_s
+        self._busy_s = 0.0
         return gather_objects(busy, self.world.on_host)
 
     @on_all_ranks

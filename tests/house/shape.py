@@ -73,6 +73,25 @@ def function_p90(root: Path) -> list[str]:
     return [start + ", ".join(names)]
 
 
+def one_value_a_line(root: Path) -> list[str]:
+    """Values are assigned one by one, unless one of them reads what another replaces (a swap)."""
+    found = []
+    for module in modules(root).values():
+        for node in module.nodes:
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+                continue
+            target = node.targets[0]
+            if not isinstance(target, ast.Tuple):
+                continue
+            replaced = {ast.unparse(part) for part in target.elts}
+            read = {
+                ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.expr)
+            }
+            if not replaced & read:
+                found.append(module.at(node.lineno, f"{ast.unparse(target)}: a line for each"))
+    return found
+
+
 @cache
 def _classes(root: Path) -> dict[str, tuple[Module, ast.ClassDef]]:
     """Map full dotted names to the classes at the top of files."""

@@ -156,8 +156,8 @@ PLANTS = (
         "a rank's own rows count twice",
         PLANS + "test_b66_plans_keep_rows_and_slots",
         "moe/clones.py",
-        "remaining_XE, free_EP = (counts_PSE - own_PSE).flatten(0, 1),",
-        "remaining_XE, free_EP = counts_PSE.flatten(0, 1),",
+        "remaining_XE = (counts_PSE - own_PSE).flatten(0, 1)",
+        "remaining_XE = counts_PSE.flatten(0, 1)",
     ),
     Plant(
         "b66",

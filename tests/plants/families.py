@@ -54,8 +54,8 @@ PLANTS = (
         "the mean of routed and shared experts is their sum",
         B23,
         "moe/layer.py",
-        "self.record, self.residual_scale = record, record.scale",
-        "self.record = record",
+        "self.residual_scale = record.scale",
+        "pass",
     ),
     Plant(
         "b23",
@@ -177,8 +177,8 @@ PLANTS = (
         "a state is kept across documents",
         DELTA + "chunks_compute_what_the_recurrence_does",
         "kernels/delta/chunked.py",
-        "from_start, to_end = (document == before)[..., None], (document == last)[..., None]",
-        "from_start, to_end = (document >= before)[..., None], (document == last)[..., None]",
+        "from_start = (document == before)[..., None]",
+        "from_start = (document >= before)[..., None]",
     ),
     Plant(
         "b23",

@@ -136,8 +136,8 @@ PLANTS = (
         "rows of a gradient are transformed, those of activations are not",
         THREE,
         PRODUCTS,
-        'recipe.narrow_dw, recipe.kind == "nvfp4"',
-        'recipe.narrow_dw, recipe.kind == "nvfp4" and role == "gradient"',
+        'transforms = recipe.kind == "nvfp4"',
+        'transforms = recipe.kind == "nvfp4" and role == "gradient"',
     ),
     Plant(
         "b51",
@@ -205,8 +205,8 @@ PLANTS = (
         "tests/cpu/test_training_quantise.py::"
         "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "training/trainer.py",
-        "self.model.recipe.seed, self.model.recipe.step = run.seed, step",
-        "self.model.recipe.seed, self.model.recipe.step = run.seed, self.model.recipe.step + 1",
+        "self.model.recipe.step = step",
+        "self.model.recipe.step = self.model.recipe.step + 1",
     ),
     Plant(
         "b52",
@@ -378,8 +378,8 @@ PLANTS = (
         "chance goes by experts of this rank",
         PROOF,
         "moe/experts.py",
-        "narrow.recipe.hidden_format, narrow.first_expert or 0",
-        "narrow.recipe.hidden_format, 0",
+        "first_expert = narrow.first_expert or 0",
+        "first_expert = 0",
     ),
     Plant(
         "b53",
@@ -484,8 +484,8 @@ PLANTS = (
         "tests/cpu/test_optim_moments.py::"
         "test_b54_parts_of_a_parameter_have_the_codes_of_the_whole",
         "optim/moments.py",
-        "factors(extremes_2[None]), self.pending.pop(group)",
-        "factors(extremes(self.pending[group][:1])), self.pending.pop(group)",
+        "factors_13 = factors(extremes_2[None])",
+        "factors_13 = factors(extremes(self.pending[group][:1]))",
     ),
     Plant(
         "b54",
@@ -606,8 +606,8 @@ PLANTS = (
         "histories of scales are forgotten",
         STATE,
         "planner/memory_state.py",
-        "weight.recipe, history_bytes(weight)",
-        "weight.recipe, 0 * history_bytes(weight)",
+        "history = history_bytes(weight)",
+        "history = 0 * history_bytes(weight)",
     ),
     Plant(
         "b56",

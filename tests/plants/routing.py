@@ -75,7 +75,7 @@ PLANTS = (
         "rows are masked by multiplication in weight gradients",
         B15_MODEL,
         "kernels/linear/product.py",
-        "dy, x = dy_TO[:n_valid], transform(x_TI.to(dy_TO.dtype))[:n_valid]\n",
+        "dy = dy_TO[:n_valid]\n                x = transform(x_TI.to(dy_TO.dtype))[:n_valid]\n",
         "kept_T1 = (torch.arange(len(x_TI)) < (n_valid or len(x_TI)))[:, None]\n"
         "                x, dy = x_TI * kept_T1, dy_TO * kept_T1\n"
         "                x = x.to(dy_TO.dtype)\n",
@@ -117,8 +117,8 @@ PLANTS = (
         "padding rows enter the gradient of the embedding",
         B15_MODEL,
         "layers/linear.py",
-        "ids, rows = ids_T[:n_valid], dx_TD[:n_valid].to(table.dtype)",
-        "ids, rows = ids_T, dx_TD.to(table.dtype)",
+        "ids = ids_T[:n_valid]\n            rows = dx_TD[:n_valid].to(table.dtype)",
+        "ids = ids_T\n            rows = dx_TD.to(table.dtype)",
     ),
     Plant(
         "b16",

@@ -134,8 +134,8 @@ PLANTS = (
         "a shared expert counts with a routed one's width",
         B36_PLANNED,
         "moe/describe.py",
-        "shared, units = self.shared.width, self._shared_units()",
-        "shared, units = self.width, self._shared_units()",
+        "shared = self.shared.width",
+        "shared = self.width",
     ),
     Plant(
         "b36",

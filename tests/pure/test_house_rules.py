@@ -21,6 +21,7 @@ RULES: list[Rule] = [
     shape.file_sizes,
     shape.function_sizes,
     shape.function_p90,
+    shape.one_value_a_line,
     shape.record_sizes,
     shape.one_meaning,
     shape.never_written,
@@ -188,6 +189,12 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
         shape.function_p90,
         {"moefold/a.py": "".join(f"def f{i}():\n{lines(51 if i > 9 else 2)}" for i in range(12))},
         "2 of 12 functions exceed 50 lines: moefold/a.py:",
+    ),
+    (
+        "unrelated values assigned in one line",
+        shape.one_value_a_line,
+        {"moefold/moe/a.py": "x = y = 1\nx, y = y, x\nx, y = divmod(7, 2)\na, b = x, y\n"},
+        "moefold/moe/a.py:4: (a, b): a line for each",
     ),
     (
         "a large record",

@@ -12,7 +12,8 @@ from moefold.data.chats.renderer import Renderer, TemplateText
 from moefold.data.corpora.records import BadDocument
 from moefold.data.tokenizer import Tokenizer
 
-_QUESTION, _ANSWER = "zqv question", "zqv answer"
+_QUESTION = "zqv question"
+_ANSWER = "zqv answer"
 """Words that no template writes of itself."""
 _DAY = datetime(2024, 1, 1)
 """A date for templates that write one."""

@@ -44,7 +44,8 @@ from moefold.data.corpora.records import BadDocument
 Answers = Literal["auto", "all", "each", "last"]
 _SHAPES = 1024
 """Most shapes of conversations that are remembered."""
-_ANSWER, _OTHER = "Vqz000zqV", "0zqV"
+_ANSWER = "Vqz000zqV"
+_OTHER = "0zqV"
 """Stand for an answer, to find where the beginning that the template writes ends."""
 _LEAVES_OUT = "the template leaves out a part"
 _CHANGES = "the template changes earlier messages"
@@ -98,7 +99,9 @@ class _Turns:
         tools: Sequence[Any] | None,
     ) -> None:
         self.messages = messages
-        self._template, self._tools, self._options = template, tools, conversation.options
+        self._template = template
+        self._tools = tools
+        self._options = conversation.options
         self._max_chars = max_chars(template, conversation)
         self._rendered: dict[tuple[int, bool], Rendered] = {}
 
@@ -123,7 +126,8 @@ class _Turns:
 
     def at_own_turn(self, number: int) -> _Example:
         """Return the conversation up to an answer, with the answer's spans."""
-        after, trained = self.render(number + 1), (number,)
+        after = self.render(number + 1)
+        trained = (number,)
         if after.marked:
             n_before = len(self.render(number).spans) if number else 0
             spans = after.spans[n_before:]
@@ -134,7 +138,8 @@ class _Turns:
 
     def _start(self, number: int, after: str) -> tuple[int, str]:
         """Return where an answer begins in the text up to it, and the rest of the prompt."""
-        prompt, before = "", None
+        prompt = ""
+        before = None
         with suppress(BadDocument):  # of no messages, for example
             prompt = self.render(number, prompt=True).text
             before = self.render(number).text
@@ -226,7 +231,8 @@ class AnswerFinder:
         """Return messages as text, with the tools of a conversation, in the first possible form."""
         errors = list[BadDocument]()
         for form in possible_forms(messages):
-            tools, ready = conversation.tools, apply_form(messages, form)
+            tools = conversation.tools
+            ready = apply_form(messages, form)
             turns = _Turns(self._template, ready, conversation, tools)
             try:
                 return turns.render(len(messages), prompt).text
@@ -314,7 +320,9 @@ class _Presence:
     """Finds the parts of a conversation in its text, by marks at the words of its texts."""
 
     def __init__(self, turns: _Turns, tools: Sequence[Any] | None, parts: Sequence[Part]) -> None:
-        self._turns, self._tools, self._parts = turns, tools, parts
+        self._turns = turns
+        self._tools = tools
+        self._parts = parts
 
     def parts_in(self, count: int) -> set[int]:
         """Return the indices of the parts that the text of the first ``count`` messages has."""
@@ -365,7 +373,8 @@ def _locate(
     present: Callable[[int], set[int]],
 ) -> list[_Example]:
     """Return a conversation's examples, in which every part is present."""
-    trained, answers = conversation.trained, conversation.answers
+    trained = conversation.trained
+    answers = conversation.answers
     if answers == "last":
         examples = [turns.at_own_turn(trained[-1])]
     elif answers == "each":
@@ -396,7 +405,8 @@ def _own_turns(turns: _Turns, trained: Sequence[int]) -> list[_Example]:
                 begins=earlier.begins + example.begins,
             )
         examples.append(example)
-    full, last = turns.render(len(turns.messages)).text, examples[-1].rendered
+    full = turns.render(len(turns.messages)).text
+    last = examples[-1].rendered
     if full.startswith(last.text):  # messages that follow the last answer
         examples[-1] = examples[-1]._replace(
             count=len(turns.messages), rendered=last._replace(text=full)
@@ -416,8 +426,10 @@ def _together(turns: _Turns, trained: Sequence[int]) -> _Example:
         examples = _own_turns(turns, trained)
         if len(examples) == 1:
             return examples[0]
-        last, number = examples[0], examples[1].trained[0]
-        ours, theirs = last.rendered.text, examples[1].rendered.text
+        last = examples[0]
+        number = examples[1].trained[0]
+        ours = last.rendered.text
+        theirs = examples[1].rendered.text
         at = _common_prefix(ours, theirs)
         raise BadDocument(
             _CHANGES,

@@ -245,7 +245,8 @@ class ConversationReader(FileReader):
 class PreferenceReader(ConversationReader):
     """Reads pairs of answers; each pair is one document."""
 
-    unit, shorten = "pair", "set long: skip (leaves them out) in the source"
+    unit = "pair"
+    shorten = "set long: skip (leaves them out) in the source"
 
     def _read(self, row: Mapping[str, Any]) -> tuple[tuple[Example, ...], list[str]]:
         """Return a row's chosen and rejected examples, and the columns that were not read."""
@@ -313,7 +314,8 @@ def _label_mask(
         overlapping = np.flatnonzero((spans_N2[:, 0] < stop) & (spans_N2[:, 1] > start))
         if not len(overlapping):
             continue
-        first, end = int(overlapping[0]), int(overlapping[-1]) + 1
+        first = int(overlapping[0])
+        end = int(overlapping[-1]) + 1
         if not rendered.marked:  # the template's own text follows an answer's last end token
             found = np.flatnonzero(np.isin(ids_N[first:end], ends))
             end = first + int(found[-1]) + 1 if len(found) else end

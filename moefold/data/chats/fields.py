@@ -92,7 +92,8 @@ def is_trained(message: Message, number: int) -> bool:
         raise BadDocument("fields that contradict each other", f"{detail}; keep one of them")
     role = message.get("role")
     if values == {True} and role != ASSISTANT:
-        (name, *_), answers = said, f"only messages with role {ASSISTANT} are trained"
+        (name, *_) = said
+        answers = f"only messages with role {ASSISTANT} are trained"
         detail = f"message {number} ({role}) has {name}: {said[name]!r}, but {answers}; remove it"
         raise BadDocument("training of a question", detail)
     return values != {False}
@@ -104,7 +105,8 @@ def check_messages(messages: Sequence[Message]) -> None:
     The order of roles is the template's business.
     """
     for number, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         place = f"message {number} ({role})"
         if not isinstance(role, str) or not role:
             detail = (

@@ -73,7 +73,8 @@ class Renderer:
     """
 
     def __init__(self, template: TemplateText, limits: Limits | None = None) -> None:
-        self._template, self._limits = template, limits or Limits()
+        self._template = template
+        self._limits = limits or Limits()
         self._child: _Child | None = None
         self._start()
 
@@ -143,7 +144,8 @@ class Renderer:
             if answers is not None:
                 yield from map(_read_answer, answers)
                 continue
-            failed, reason = child.position, child.end()
+            failed = child.position
+            reason = child.end()
             self.close()
             if len(batch) == 1:
                 yield BadDocument(EXCEEDS, f"the process that renders it ended {reason}")
@@ -183,11 +185,13 @@ class _Child:
         ours_in, theirs_out = _pipe()
         self._pid = os.fork()
         if self._pid:
-            self._in, self._out = ours_in, ours_out
+            self._in = ours_in
+            self._out = ours_out
             theirs_in.close()
             theirs_out.close()
             return
-        self._in, self._out = theirs_in, theirs_out
+        self._in = theirs_in
+        self._out = theirs_out
         _run_child(lambda: serve(self), theirs_in.fileno(), theirs_out.fileno())
 
     @property

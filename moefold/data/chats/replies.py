@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from moefold.data.chats.messages import ASSISTANT
 
-ANSWER, REASONING = "answer", "reasoning"
+ANSWER = "answer"
+REASONING = "reasoning"
 TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -120,7 +121,9 @@ def _without_tail(text: str, marks: Sequence[str], ended: bool) -> str:
 
 def _split_channels(text: str) -> list[Piece]:
     """Return what each channel of a reply has, in order."""
-    pieces, channel, header = list[Piece](), "final", ""
+    pieces = list[Piece]()
+    channel = "final"
+    header = ""
     for part in _SPLIT.split(text):
         if part in ("<|start|>", CHANNEL):
             header = part

@@ -164,7 +164,8 @@ def _with_common(row: Row, example: Conversation) -> Conversation:
     if not isinstance(tools, list | None) or not isinstance(values, dict | None):
         detail = "tools must be a list, and chat_template_kwargs an object"
         raise BadDocument("not a conversation", detail)
-    messages, first = example.messages, example.first
+    messages = example.messages
+    first = example.first
     if not isinstance(system, str | None):
         detail = f"system must be text, but is a {type(system).__name__}"
         raise BadDocument("not a conversation", detail)
@@ -208,7 +209,8 @@ def _renamed(message: Message, column: str, number: int) -> Message:
     if "from" not in message or "role" in message:
         return message
     kept = {name: each for name, each in message.items() if name not in ("from", "value")}
-    said, text = message["from"], message.get("value", message.get("content"))
+    said = message["from"]
+    text = message.get("value", message.get("content"))
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         detail = f"message {number} of {column} has from: {said!r}; known: {', '.join(ROLES)}"
@@ -231,7 +233,8 @@ def _conversation(column: str) -> Callable[[Row], Conversation]:
 
 
 def _prompt_completion(row: Row) -> Example:
-    prompt, completion = row["prompt"], row["completion"]
+    prompt = row["prompt"]
+    completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise BadDocument("example without an answer", "completion is empty")
@@ -337,7 +340,8 @@ def _prompted_pair(row: Row) -> tuple[Example, ...]:
     if isinstance(prompt, str) and not any(isinstance(row[name], str) for name in SIDES[0]):
         return _whole_pair_with_text(row)
     _refuse_mixture(row, "prompt", SIDES[0])
-    begin, sides = _messages(row, "prompt"), [_messages(row, name) for name in SIDES[0]]
+    begin = _messages(row, "prompt")
+    sides = [_messages(row, name) for name in SIDES[0]]
     if all(side[: len(begin)] == begin for side in sides):
         detail = "chosen and rejected begin with the messages of prompt; remove the column prompt"
         raise BadDocument("a prompt that is written twice", detail)

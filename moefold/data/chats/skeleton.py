@@ -136,7 +136,8 @@ class _Walk:
 
     def message(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with its parts replaced."""
-        found, where = dict[str, Any](), describe(number, message)
+        found = dict[str, Any]()
+        where = describe(number, message)
         reasoning: dict[str, str] = {}
         for key, value in message.items():
             if key == "role":
@@ -209,7 +210,8 @@ def outline(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]] | No
     This is what :func:`replaced` finds, but faster, and only for messages that are text alone, as
     most are; None for others.
     """
-    key, values = list[str](), list[str]()
+    key = list[str]()
+    values = list[str]()
     for message in messages:
         reasoning = None
         for name, value in message.items():
@@ -234,7 +236,8 @@ def replaced(
     replace: Replace = sentinel,
 ) -> Faked:
     """Return prepared messages and tools with their parts replaced, by default by sentinels."""
-    walk, schemas = _Walk(replace), None
+    walk = _Walk(replace)
+    schemas = None
     if tools is not None:
         schemas = [walk.schema(tool, f"the schema of tool {i}") for i, tool in enumerate(tools)]
     replaced = [walk.message(number, message) for number, message in enumerate(messages)]
@@ -278,7 +281,8 @@ class Skeleton:
         """
         if not text.startswith(self._literals[0]):
             return None
-        at, places = len(self._literals[0]), [(0, 0)]
+        at = len(self._literals[0])
+        places = [(0, 0)]
         for (index, end), literal in zip(self._holes, self._literals[1:], strict=True):
             for written in _spellings(values[index]):
                 after = at + len(written)

@@ -25,7 +25,8 @@ from jinja2.utils import Namespace
 from moefold.data.config import DataError
 from moefold.data.corpora.records import BadDocument
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 """Noncharacters, which do not occur in interchanged text (Unicode 16, section 23.7)."""
 MAX_CHARS = 4 * 2**20
 """Most characters that a template may write, besides four for each of the conversation's."""
@@ -134,8 +135,12 @@ class ChatTemplate:
             "strftime_now": self._strftime_now,
             "namespace": _PublicNamespace,
         }
-        self.text, self.source, self.max_chars = text, source, max_chars
-        self._special, self._today, self._guard = special, today, guard or nullcontext()
+        self.text = text
+        self.source = source
+        self.max_chars = max_chars
+        self._special = special
+        self._today = today
+        self._guard = guard or nullcontext()
         try:
             with self._guard:
                 self._inner = environment.from_string(text)
@@ -186,7 +191,8 @@ class ChatTemplate:
 
     def _written(self, variables: Mapping[str, Any], limit: int, every: bool = False) -> str:
         """Return what the template writes; with ``every``, check each piece's characters."""
-        pieces, size = list[str](), 0
+        pieces = list[str]()
+        size = 0
         stream = self._inner.generate(variables)
         for piece in stream:
             size += len(piece)
@@ -231,7 +237,9 @@ def _split_marks(marked: str) -> Rendered:
     """Return a text without its marks, and the non-empty spans between them."""
     if OPEN not in marked:
         return Rendered(marked, ())
-    spans, parts, start = list[tuple[int, int]](), list[str](), 0
+    spans = list[tuple[int, int]]()
+    parts = list[str]()
+    start = 0
     for number, part in enumerate(marked.replace(CLOSE, OPEN).split(OPEN)):
         if number % 2 and part:
             spans.append((start, start + len(part)))

@@ -13,7 +13,8 @@ from moefold.data.config import DataError, PythonStdlib
 from moefold.data.corpora.sources import Skipped, StdlibReader
 from moefold.files import write_text
 
-MIN_ANSWER, MAX_ANSWER = 20, 400
+MIN_ANSWER = 20
+MAX_ANSWER = 400
 """Minimum and maximum length of an answer in characters."""
 
 

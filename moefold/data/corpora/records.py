@@ -31,7 +31,8 @@ def iter_objects(path: Path) -> Iterator[tuple[str, bytes]]:
         if head.startswith(b"[") and ".jsonl" not in path.suffixes:
             yield from _Array(path, file).items()
             return
-        number, name = 0, path.as_posix()
+        number = 0
+        name = path.as_posix()
         while line := file.readline(MAX_DOCUMENT + 1):
             number += 1
             check_size(f"{name}:{number}", len(line), "divide the line, or leave it out")
@@ -43,9 +44,12 @@ class _Array:
     """Reads the items of a JSON array one by one."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
+        self._path = path
+        self._file = file
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at, self._ended = "", 0, False
+        self._text = ""
+        self._at = 0
+        self._ended = False
         self._number = 0
 
     def items(self) -> Iterator[tuple[str, bytes]]:
@@ -109,7 +113,8 @@ class _Array:
             self._check_size(len(self._text))
             self._read()
         self._check_size(end)
-        name, item = self._name(), self._text[self._at : end]
+        name = self._name()
+        item = self._text[self._at : end]
         self._at = end
         self._number += 1
         return name, item.encode("utf-8", "surrogatepass")

@@ -39,7 +39,8 @@ MAX_REFUSED = 8
 """Maximum number of unreadable documents in an error."""
 MAX_LONG = 10
 """Maximum number of overlong documents in an error."""
-_BATCH_CHARS, _BATCH_DOCUMENTS = 500_000, 1024
+_BATCH_CHARS = 500_000
+_BATCH_DOCUMENTS = 1024
 """Maximum size of a batch that is tokenized at once, unless it is one document. While it is, its
 text takes about 100 bytes per character."""
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -93,7 +94,8 @@ class Skipped(dict[str, dict[str, Any]]):
         """Raise ``DataError`` if any errors were collected."""
         messages = list[str]()
         if self._refused:
-            listed, skip = "\n  ".join(self._refused), hint("bad", "skip")
+            listed = "\n  ".join(self._refused)
+            skip = hint("bad", "skip")
             messages.append(f"{listed}; correct the data, or leave such documents out with {skip}")
         if self._long:
             listed = "\n  ".join(what for _, what in self._long[:MAX_LONG])
@@ -173,7 +175,8 @@ class FileReader(Source):
     """Base of sources that read files, with the policy for unreadable documents."""
 
     def __init__(self, record: FileSource) -> None:
-        self._patterns, self._bad = record.files, record.bad
+        self._patterns = record.files
+        self._bad = record.bad
 
     tables = False
     """Whether folders that ``datasets`` saved are read."""
@@ -226,14 +229,19 @@ class TextReader(FileReader):
                 check_size(path.as_posix(), len(data), remedy)
                 yield path.as_posix(), 0, data
                 return
-            sep, rest, start, number = self._split.encode(), bytearray(), 0, 0
+            sep = self._split.encode()
+            rest = bytearray()
+            start = 0
+            number = 0
             while chunk := file.read(READ_BYTES):
                 searched = max(len(rest) - len(sep) + 1, 0)  # a separator may begin after this
                 rest += chunk
                 while (end := rest.find(sep, searched)) >= 0:
                     yield f"{path.as_posix()}#{number}", start, bytes(rest[:end])
                     del rest[: end + len(sep)]
-                    start, number, searched = start + end + len(sep), number + 1, 0
+                    start = start + end + len(sep)
+                    number = number + 1
+                    searched = 0
                 remedy = "use another separator (split), or divide the document"
                 check_size(f"{path.as_posix()}#{number}", len(rest), remedy)
             if rest:
@@ -356,7 +364,8 @@ def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
         full = chars + len(document.text) > _BATCH_CHARS or len(batch) == _BATCH_DOCUMENTS
         if batch and full:
             yield batch
-            batch, chars = [], 0
+            batch = []
+            chars = 0
         batch.append(document)
         chars += len(document.text)
     if batch:

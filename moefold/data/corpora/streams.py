@@ -122,7 +122,8 @@ class _Decompressed(io.RawIOBase):
     """Decompresses a file of one or more streams, a few bytes of the file at a time."""
 
     def __init__(self, file: io.BufferedReader, start: Callable[[], Any]) -> None:
-        self._file, self._start = file, start
+        self._file = file
+        self._start = start
         self._decoder = start()
         self._ready = memoryview(b"")
 
@@ -189,7 +190,8 @@ def open_stream(path: Path, tar: bool = False) -> Iterator[io.BufferedReader]:
         with path.open("rb") as file:
             stream = _decompress(path, file, packing) if packing else file
             head = stream.peek(_HEAD)[:_HEAD]
-            kind, inside = find_kind(head), packing and find_packing(head)
+            kind = find_kind(head)
+            inside = packing and find_packing(head)
             if inside:
                 raise DataError(f"{path}: is compressed twice; decompress it once, with {packing}")
             if tar and not is_tar(kind) and kind is not _ZEROS:
@@ -214,7 +216,8 @@ def open_stream(path: Path, tar: bool = False) -> Iterator[io.BufferedReader]:
 def _check_packing(path: Path) -> str | None:
     """Return how a file is compressed; raise ``DataError`` if its name promises otherwise."""
     head = read_head(path)
-    packing, promised = find_packing(head), _SUFFIXES.get(path.suffix)
+    packing = find_packing(head)
+    promised = _SUFFIXES.get(path.suffix)
     if promised and packing != promised:
         kind = find_kind(head)
         what = kind.name if kind else packing or "something else"

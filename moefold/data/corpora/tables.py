@@ -14,7 +14,8 @@ from moefold.data.config import DataError
 from moefold.data.corpora.streams import PARQUET, READ_BYTES, find_kind, find_packing, read_head
 from moefold.files import read_json
 
-STATE, SETS = "state.json", "dataset_dict.json"
+STATE = "state.json"
+SETS = "dataset_dict.json"
 SUFFIXES = (".parquet", ".arrow")
 READ_ROWS = 1024
 """Maximum number of rows of a Parquet file that are read at a time."""
@@ -114,7 +115,8 @@ def open_table(path: Path, columns: Sequence[str] | None = None) -> Iterator[Ope
     Raises:
         DataError: if it is another kind of file, or damaged.
     """
-    arrow, head = import_module("pyarrow"), read_head(path)
+    arrow = import_module("pyarrow")
+    head = read_head(path)
     kind = find_kind(head)
     name = kind.name if kind else "empty" if not head else find_packing(head) or "neither"
     try:
@@ -138,7 +140,8 @@ def open_table(path: Path, columns: Sequence[str] | None = None) -> Iterator[Ope
 def _open_parquet(file: Any, columns: Sequence[str] | None) -> OpenTable:
     parquet = import_module("pyarrow.parquet")
     reader = parquet.ParquetFile(file, buffer_size=READ_BYTES)
-    schema, metadata = reader.schema_arrow, reader.metadata
+    schema = reader.schema_arrow
+    metadata = reader.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     # A batch of average rows has at most 16 times the bytes that are read at a time.
     row_bytes = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=1)

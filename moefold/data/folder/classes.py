@@ -309,7 +309,8 @@ _BERT_TOKENS = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-_WORDS, _WORDS_AND_MARKS = r"\p{L}", r"[\p{L}\p{M}]"
+_WORDS = r"\p{L}"
+_WORDS_AND_MARKS = r"[\p{L}\p{M}]"
 REBUILT: dict[str, Rebuilt] = {
     "LlamaTokenizer": Rebuilt("BPE", _LLAMA_TOKENS, _llama),
     "GemmaTokenizer": Rebuilt("BPE", _GEMMA_TOKENS, _gemma),

@@ -53,7 +53,8 @@ class Tile(NamedTuple):
 
 def causal_tiles(lengths: Iterable[int]) -> list[Tile]:
     """Return causal tiles of consecutive segments; neighbours of equal length share a tile."""
-    tiles, start = list[Tile](), 0
+    tiles = list[Tile]()
+    start = 0
     for length, same in groupby(length for length in lengths if length):
         count = len(list(same))
         end = start + length * count
@@ -81,7 +82,8 @@ class OnlineSoftmax:
     ) -> None:
         """Start without keys, with each head's sink if there are sinks, in fp32 or wider."""
         wide = upcast_dtype(q_THd)
-        self._q_THd, self._scale = q_THd, scale
+        self._q_THd = q_THd
+        self._scale = scale
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
         self.lse_TH = q_THd.new_full(q_THd.shape[:2], float("-inf"), dtype=wide)
         if sinks_H is not None:
@@ -92,7 +94,8 @@ class OnlineSoftmax:
         q, k, v = _tile_segments(tile, self._q_THd, k_UGd, v_UGv)
         kernel, mask_args = choose_kernel(tile, q, v)
         tile_out, lse = kernel.forward(q, k, v, self._scale, *mask_args)
-        out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
+        out_SHv = self.out_THv[tile.queries]
+        lse_SH = self.lse_TH[tile.queries]
         lse = lse.transpose(1, 2).flatten(0, 1)
         merged_SH = torch.logaddexp(lse_SH, lse)
         # Rows without keys so far: avoid inf - inf.
@@ -168,7 +171,8 @@ class _TiledAttention(Function):
             softmax.update(tile, k_UGd, v_UGv)
         out_THv = softmax.out_THv.to(q_THd.dtype)
         ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, softmax.lse_TH, sinks_H)
-        ctx.tiles, ctx.scale = tiles, scale
+        ctx.tiles = tiles
+        ctx.scale = scale
         return out_THv
 
     @staticmethod
@@ -215,7 +219,8 @@ def max_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float
     for tile in tiles:
         q, k = (to_segments(x, tile) for x in (q_THd[tile.queries], k_UGd[tile.keys]))
         q, k, _ = block_plain.repeat_kv(q, k, k, max_H.dtype)
-        count, keys = q.shape[2], k.shape[2]
+        count = q.shape[2]
+        keys = k.shape[2]
         rows = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * keys))
         offset, window = tile.band or (0, count)
         masked = tile.band is not None or tile.segments > 0
@@ -227,7 +232,9 @@ def max_logits(q_THd: Tensor, k_UGd: Tensor, tiles: Sequence[Tile], scale: float
 
 
 def _tile_segments(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = q[tile.queries], k[tile.keys], v[tile.keys]
+    q = q[tile.queries]
+    k = k[tile.keys]
+    v = v[tile.keys]
     return to_segments(q, tile), to_segments(k, tile), to_segments(v, tile)
 
 

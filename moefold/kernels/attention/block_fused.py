@@ -34,7 +34,8 @@ def forward(
     q_NHSd: Tensor, k_NGUd: Tensor, v_NGUv: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return ``out_NHSv`` in the queries' dtype, and ``lse_NHS`` in fp32 or wider."""
-    width, v_dim = _width(q_NHSd, v_NGUv), v_NGUv.shape[-1]
+    width = _width(q_NHSd, v_NGUv)
+    v_dim = v_NGUv.shape[-1]
     q, k, v = (_padded(x, width) for x in (q_NHSd, k_NGUd, v_NGUv))
     if q.is_cpu:
         out, lse_NHS = _CPU(q, k, v, 0.0, causal, scale=scale)
@@ -54,7 +55,9 @@ def backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values in the queries' dtype."""
-    width, d, v_dim = _width(q_NHSd, v_NGUv), q_NHSd.shape[-1], v_NGUv.shape[-1]
+    width = _width(q_NHSd, v_NGUv)
+    d = q_NHSd.shape[-1]
+    v_dim = v_NGUv.shape[-1]
     widened = q_NHSd.is_cpu and q_NHSd.shape[-2] * width <= FP32_LIMIT
     dtype = lse_NHS.dtype if widened else q_NHSd.dtype
     inputs = (grad_NHSv, q_NHSd, k_NGUd, v_NGUv, out_NHSv)
@@ -65,7 +68,8 @@ def backward(
     else:
         # Placeholder for the random state of dropout, which is off.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        rows, keys = q.shape[2], k.shape[2]
+        rows = q.shape[2]
+        keys = k.shape[2]
         args = (None, None, rows, keys, 0.0, causal, rng_state, rng_state[:0])
         dq, dk, dv = _CUDA_BACKWARD(grad, q, k, v, out, lse, *args, scale=scale)
     dq, dk, dv = (x.to(q_NHSd.dtype) for x in (dq, dk, dv))

@@ -47,7 +47,8 @@ def backward(
     wide = lse_NHS.dtype
     kv_heads = k_NGUd.shape[1]
     q, k, v = repeat_kv(q_NHSd, k_NGUd, v_NGUv, wide)
-    grad, out = grad_NHSv.to(wide), out_NHSv.to(wide)
+    grad = grad_NHSv.to(wide)
+    out = out_NHSv.to(wide)
     weights_NHSU = (scores(q, k, scale, causal, band) - lse_NHS[..., None]).exp()
     dv_NHUv = weights_NHSU.mT @ grad
     delta_NHS1 = (grad * out).sum(-1, keepdim=True)

@@ -38,7 +38,8 @@ def attention(
         *(x.split(row_counts) if len(row_counts) > 1 else (x,) for x in inputs), strict=True
     )
     run = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
-    grouped, out = q_THd.shape[1] != k_TGd.shape[1], list[Tensor]()
+    grouped = q_THd.shape[1] != k_TGd.shape[1]
+    out = list[Tensor]()
     for tile, piece in zip(tiles, pieces, strict=False):
         q, k, v = (to_segments(x, tile) for x in piece)
         out.append(to_rows(run(q, k, v, enable_gqa=grouped)))
@@ -97,7 +98,8 @@ class _SaveUnpadded(Function):
         like_THv = q_THd[..., :1].expand(-1, -1, v_TGv.shape[-1])
         out_THv = _concatenate([to_rows(out) for out, _ in results], like_THv).contiguous()
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in results))
-        ctx.lengths, ctx.scale = lengths, scale
+        ctx.lengths = lengths
+        ctx.scale = scale
         return out_THv
 
     @staticmethod

@@ -63,7 +63,10 @@ class _Convolution(Function):
         gated: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_TX, before_PJC, value_C1K, positions_T)
-        ctx.master, ctx.n_valid, ctx.sink, ctx.gated = master, n_valid, sink, gated
+        ctx.master = master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
+        ctx.gated = gated
         _, c, _, _, z = _convolve(x_TX, before_PJC, value_C1K, positions_T, gated)
         return (F.silu(z) if c is None else c * z).to(x_TX.dtype)
 
@@ -71,9 +74,12 @@ class _Convolution(Function):
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TX, before_PJC, value_C1K, positions_T = ctx.saved_tensors
         b, c, x, joined, z = _convolve(x_TX, before_PJC, value_C1K, positions_T, ctx.gated)
-        dy, sigmoid = upcast(dy_TC), z.sigmoid()
+        dy = upcast(dy_TC)
+        sigmoid = z.sigmoid()
         dz = dy * sigmoid * (1 + z * (1 - sigmoid)) if c is None else dy * c
-        taps, djoined, sums = value_C1K.shape[-1], torch.zeros_like(joined), list[Tensor]()
+        taps = value_C1K.shape[-1]
+        djoined = torch.zeros_like(joined)
+        sums = list[Tensor]()
         for distance, rows in _taps(taps, joined):
             in_document_T1 = (positions_T >= distance)[:, None]
             dtap = dz * value_C1K[:, 0, taps - 1 - distance].to(dz.dtype)
@@ -105,11 +111,13 @@ def _convolve(
     """Return b, c (None without gates) and x in a wide dtype, the convolution's input with the rows
     before each run, [P, J + T / P, C], and its output [T, C]."""
     b, c, x = upcast(x_TX).chunk(3, 1) if gated else (None, None, upcast(x_TX))
-    u_TC, taps = x if b is None else b * x, value_C1K.shape[-1]
+    u_TC = x if b is None else b * x
+    taps = value_C1K.shape[-1]
     if before_PJC is None:
         before_PJC = u_TC.new_zeros(1, taps - 1, u_TC.shape[1])
     runs = u_TC.unflatten(0, (len(before_PJC), -1))
-    joined, mixed = torch.cat([before_PJC.to(u_TC.dtype), runs], 1), None
+    joined = torch.cat([before_PJC.to(u_TC.dtype), runs], 1)
+    mixed = None
     for distance, rows in _taps(taps, joined):
         read = joined[:, rows].flatten(0, 1).where((positions_T >= distance)[:, None], 0)
         term = read * value_C1K[:, 0, taps - 1 - distance].to(read.dtype)

@@ -56,14 +56,17 @@ def loss_and_gradients(
     number per row, [T]. The head may be a vocabulary shard that begins at ``vocab_start``: then
     ``combine`` reduces the statistics of all shards, and the gradient of ``x`` is a partial sum.
     """
-    value, labelled_T = head.value, labels_T != IGNORE_INDEX
+    value = head.value
+    labelled_T = labels_T != IGNORE_INDEX
     x_TD = torch.where(labelled_T[:, None], x_TD, 0)
     weight_T = labelled_T.to(upcast_dtype(x_TD)).mul_(scale)
-    dx_TD, stats = torch.empty_like(x_TD), [weight_T.new_zeros(2, 0)]
+    dx_TD = torch.empty_like(x_TD)
+    stats = [weight_T.new_zeros(2, 0)]
     # One buffer for all chunks, as the system maps each large buffer page by page.
     buffer_CV = x_TD.new_empty(min(chunk, x_TD.shape[0]), value.shape[0])
     for rows in _chunks(x_TD.shape[0], chunk):
-        x_CD, labels_C = x_TD[rows], labels_T[rows]
+        x_CD = x_TD[rows]
+        labels_C = labels_T[rows]
         logits_CV = torch.mm(x_CD, value.t(), out=buffer_CV[: x_CD.shape[0]])
         stats.append(
             _logits_to_gradients(logits_CV, labels_C, weight_T[rows], vocab_start, combine)
@@ -157,7 +160,8 @@ def accumulate_head_gradient(head: Operand, dlogits_CV: Tensor, x_CD: Tensor) ->
 
 def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> Tensor:
     """Add a chunk's ``dlogits^T x`` to ``into_VD``, tile by tile of the vocabulary."""
-    vocab, hidden = dlogits_CV.shape[1], x_CD.shape[1]
+    vocab = dlogits_CV.shape[1]
+    hidden = x_CD.shape[1]
     if into_VD is None:
         into_VD = x_CD.new_zeros(vocab, hidden, dtype=upcast_dtype(x_CD))
     tile = max(1, TILE.get(x_CD.device.type, DEVICE_TILE) // hidden)
@@ -175,7 +179,8 @@ class _CrossEntropy(Function):
         ctx: Any, x_TD: Tensor, master: Tensor, value_VD: Tensor, labels_T: Tensor, chunk: int
     ) -> Tensor:
         ctx.save_for_backward(x_TD, value_VD, labels_T)
-        ctx.chunk, ctx.master = chunk, master
+        ctx.chunk = chunk
+        ctx.master = master
         total = x_TD.new_zeros((), dtype=upcast_dtype(x_TD))
         for rows in _chunks(x_TD.shape[0], chunk):
             normaliser_C, picked_C = statistics(x_TD[rows] @ value_VD.t(), labels_T[rows])

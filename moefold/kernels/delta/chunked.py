@@ -32,7 +32,8 @@ def recurrent_step(
     beta_PH: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute one row of each of P documents; return ``o_PHv`` and the states after it."""
-    q_PHk, k_PHk = repeat_heads(q_PGk, v_PHv), repeat_heads(k_PGk, v_PHv)
+    q_PHk = repeat_heads(q_PGk, v_PHv)
+    k_PHk = repeat_heads(k_PGk, v_PHv)
     state_PHkv = state_PHkv * decay_PHk.exp()[..., None]
     if beta_PH is not None:
         seen_PHv = torch.einsum("phkv,phk->phv", state_PHkv, k_PHk)
@@ -73,7 +74,8 @@ def chunked_scan(
             before a run: outputs and states then have k more columns, the factors of S in a term
             to be added. None is one run that begins with a zero state.
     """
-    dims, length = k_TGk.shape[-1], len(v_THv) // (runs or 1)
+    dims = k_TGk.shape[-1]
+    length = len(v_THv) // (runs or 1)
     if runs is not None:
         v_THv = F.pad(v_THv, (0, dims))
     by_head = repeat_heads(q_TGk, v_THv), repeat_heads(k_TGk, v_THv), v_THv, decay_THk
@@ -85,14 +87,18 @@ def chunked_scan(
     document = F.pad(start_PL, (0, -length % chunk)).cumsum(1).unflatten(1, (-1, chunk))[:, None]
     last = document[..., -1:]
     before = F.pad(last, (0, 0, 1, 0))[..., :-1, :]
-    from_start, to_end = (document == before)[..., None], (document == last)[..., None]
+    from_start = (document == before)[..., None]
+    to_end = (document == last)[..., None]
     same = document[..., None] == document[..., None, :]
 
-    inner, left = decayed_scores(torch.stack([q] if beta is None else [q, k * beta]), k, total), v
+    inner = decayed_scores(torch.stack([q] if beta is None else [q, k * beta]), k, total)
+    left = v
     inner = inner.where(same, 0)
     grown = total.exp().where(from_start, 0)
-    read, faded = q * grown, (total[..., -1:, :] - total).exp().where(to_end, 0)
-    write, carry = (k * faded).mT, (total[..., -1, :].exp() * (last == before))[..., None]
+    read = q * grown
+    faded = (total[..., -1:, :] - total).exp().where(to_end, 0)
+    write = (k * faded).mT
+    carry = (total[..., -1, :].exp() * (last == before))[..., None]
     if beta is not None:
         right = torch.cat([v * beta, k * beta * grown], -1)
         solved = torch.linalg.solve_triangular(inner[1], right, upper=False, unitriangular=True)
@@ -120,7 +126,8 @@ def decayed_scores(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
     length = k.shape[-2]
     if total.shape[-1] > 1 and length > LEAF:
         # Decays between halves are products of the decay up to their border and from it.
-        half, cut = length // 2, (length // 2, length - length // 2)
+        half = length // 2
+        cut = (length // 2, length - length // 2)
         (r1, r2), (k1, k2), (g1, g2) = (x.split(cut, -2) for x in (rows, k, total))
         border = g1[..., -1:, :]
         corner = (r2 * (g2 - border).exp()) @ (k1 * (border - g1).exp()).mT

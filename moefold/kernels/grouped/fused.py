@@ -77,7 +77,8 @@ def _product(
     r = first.to(tl.int64) + tl.arange(0, ROWS)
     c = (program % wave // TOGETHER).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     d = tl.arange(0, DEPTH)
-    in_rows, in_columns = (r < end)[:, None], (c < columns)[None, :]
+    in_rows = (r < end)[:, None]
+    in_columns = (c < columns)[None, :]
     x_ptrs = x + r[:, None] * depth + d[None, :]
     w_ptrs = w + group.to(tl.int64) * w_group + c[None, :] * w_column + d[:, None] * w_depth
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -108,9 +109,11 @@ def _weight_gradient(
             return
     o = tl.program_id(0) * OUT + tl.arange(0, OUT)
     i = tl.program_id(1) * IN + tl.arange(0, IN)
-    in_o, in_i = o < out, i < width
+    in_o = o < out
+    in_i = i < width
     # Offsets inside a matrix have 32 bits, which takes fewer registers throughout the loop.
-    matrix, inside = dw + group.to(tl.int64) * dw_group, in_o[:, None] & in_i[None, :]
+    matrix = dw + group.to(tl.int64) * dw_group
+    inside = in_o[:, None] & in_i[None, :]
     dw_offsets = o[:, None] * dw_out + i[None, :] * dw_in
     # Read first, so that this load overlaps those of the first factors.
     if ADD:
@@ -119,7 +122,8 @@ def _weight_gradient(
         total = tl.zeros((OUT, IN), tl.float32)
     d = tl.arange(0, DEPTH)
     r = start.to(tl.int64) + d
-    dy_ptrs, x_ptrs = dy + r[None, :] * out + o[:, None], x + r[:, None] * width + i[None, :]
+    dy_ptrs = dy + r[None, :] * out + o[:, None]
+    x_ptrs = x + r[:, None] * width + i[None, :]
     full_steps = (end - start) // DEPTH
     for _ in range(full_steps):
         dy_or = tl.load(dy_ptrs, mask=in_o[:, None], other=0.0)
@@ -139,7 +143,8 @@ def _weight_gradient(
 def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
     """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``; the weights may have any strides."""
     y_RO = _empty_product(x_RI, w_EOI, offs_E)
-    (rows, depth), (groups, columns, _) = x_RI.shape, w_EOI.shape
+    (rows, depth) = x_RI.shape
+    (groups, columns, _) = w_EOI.shape
     tile = TILES[x_RI.dtype.itemsize]
     # Each group ends in at most one partial tile.
     row_tiles = cdiv(cdiv(rows, tile.rows) + groups, WAVE_ROW_TILES) * WAVE_ROW_TILES

@@ -98,16 +98,22 @@ class _Linear(Function):
         transform: RowTransform,
     ) -> Tensor:
         # Only the weight's gradient reads the rows.
-        ctx.shape, value_OI = value_OI.shape, value_OI.flatten(0, -2)
+        ctx.shape = value_OI.shape
+        value_OI = value_OI.flatten(0, -2)
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, value_OI)
         ctx.dtype = x_TI.dtype
-        ctx.master, ctx.n_valid, ctx.sink, ctx.transform = master, n_valid, sink, transform
+        ctx.master = master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
+        ctx.transform = transform
         return transform(x_TI.to(value_OI.dtype)) @ value_OI.t()
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
-        n_valid, transform, shape = ctx.n_valid, ctx.transform, ctx.shape
+        n_valid = ctx.n_valid
+        transform = ctx.transform
+        shape = ctx.shape
         dx = ctx.transform(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
@@ -116,7 +122,8 @@ class _Linear(Function):
 
             def product(into: Tensor | None) -> Tensor:
                 flat = None if into is None else into.view(-1, into.shape[-1])
-                dy, x = dy_TO[:n_valid], transform(x_TI.to(dy_TO.dtype))[:n_valid]
+                dy = dy_TO[:n_valid]
+                x = transform(x_TI.to(dy_TO.dtype))[:n_valid]
                 return weight_gradient(dy, x, flat).view(shape)
 
             dw = ctx.sink.deliver(ctx.master, product)
@@ -133,7 +140,9 @@ class _AddBias(Function):
         n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        ctx.master = master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
         return y_TO + value_O.to(y_TO.dtype)
 
     @staticmethod

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moefold.kernels.fused import Op, cdiv, jit, next_power_of_2, tl
 
-ROWS, COLUMNS = 8, 256
+ROWS = 8
+COLUMNS = 256
 """Largest rows per iteration and columns of a program; frequent ids have thousands of rows."""
 
 

@@ -97,7 +97,8 @@ def norm_forward(
     The sum has no elements if ``other_ND`` is None.
     """
     y_ND, rstd_N, sum_ND = _empty_outputs(x_ND, weight_D, epsilon, other_ND)
-    (rows, width), x_ND = x_ND.shape, contiguous_in_rows(x_ND)
+    (rows, width) = x_ND.shape
+    x_ND = contiguous_in_rows(x_ND)
     other_ND = None if other_ND is None else other_ND.contiguous()
     tile, columns, warps = _tile(width)
     if y_ND.numel():
@@ -121,7 +122,8 @@ def norm_backward(
     Their sum is the weight's gradient over the first ``n_valid`` rows.
     """
     dx_ND, partials_PD = _empty_gradients(dy_ND, x_ND)
-    (rows, width), x_ND = x_ND.shape, contiguous_in_rows(x_ND)
+    (rows, width) = x_ND.shape
+    x_ND = contiguous_in_rows(x_ND)
     other_ND = None if other_ND is None else other_ND.contiguous()
     tile, columns, warps = _tile(width)
     if dx_ND.numel():

@@ -99,20 +99,27 @@ class _RmsNorm(Function):
             rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
             torch.mul(x_nD, rstd_N1[rows], out=y_ND[rows]).mul_(scale_D)
         ctx.save_for_backward(x, rstd_N1, weight_D)
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        ctx.master = master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
         return y_ND.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd_N1, weight_D = ctx.saved_tensors
-        x_ND, dy_ND, wide = x.flatten(0, -2), dy.flatten(0, -2), rstd_N1.dtype
+        x_ND = x.flatten(0, -2)
+        dy_ND = dy.flatten(0, -2)
+        wide = rstd_N1.dtype
         dx_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
-        scale_D, dw_D = weight_D.to(wide), torch.zeros_like(weight_D, dtype=wide)
+        scale_D = weight_D.to(wide)
+        dw_D = torch.zeros_like(weight_D, dtype=wide)
         valid_rows = x_ND.shape[0]
         if ctx.n_valid is not None:
             valid_rows = ctx.n_valid * x.shape[1:-1].numel()
         for rows in row_chunks(x_ND):
-            x_nD, dy_nD, rstd_n1 = x_ND[rows].to(wide), dy_ND[rows].to(wide), rstd_N1[rows]
+            x_nD = x_ND[rows].to(wide)
+            dy_nD = dy_ND[rows].to(wide)
+            rstd_n1 = rstd_N1[rows]
             # Both sums use this product: over a row for dx, over a column for dw.
             product_nD = dy_nD * x_nD
             mean_n1 = torch.mv(product_nD, scale_D)[:, None].mul_(-1 / x.shape[-1])
@@ -144,7 +151,10 @@ class _FusedRmsNorm(Function):
         y_ND, rstd_N, sum_ND = kernels.forward(x.flatten(0, -2), weight_D, epsilon, residual_ND)
         total = x if residual is None else sum_ND.view(x.shape)
         ctx.save_for_backward(total, rstd_N, weight_D)
-        ctx.master, ctx.n_valid, ctx.sink, ctx.summed = master, n_valid, sink, residual is not None
+        ctx.master = master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
+        ctx.summed = residual is not None
         return y_ND.view(x.shape), total if ctx.summed else sum_ND
 
     @staticmethod
@@ -179,7 +189,9 @@ class _NormAndRotate(Function):
         inputs = (x_THd, weight_d, cos_Tp, sin_Tp)
         y_THd, rstd_TH = rotated.forward(*inputs, epsilon, ctx.interleaved)
         ctx.save_for_backward(*inputs, rstd_TH)
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        ctx.master = master
+        ctx.n_valid = n_valid
+        ctx.sink = sink
         return y_THd
 
     @staticmethod

@@ -27,15 +27,18 @@ def _forward(
     heads, pairs, epsilon,
     STRIDE: tl.constexpr, DISTANCE, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
-    mask, dim = pair < pairs, pair * STRIDE
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    mask = pair < pairs
+    dim = pair * STRIDE
     w_a = tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)[None, :]
     w_b = tl.load(weight + dim + DISTANCE, mask=mask, other=0.0).to(tl.float32)[None, :]
     c = tl.load(cos + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
     for block in range(0, heads, HEADS):
         head = block + tl.arange(0, HEADS)
-        inside, index = (head < heads)[:, None] & mask[None, :], row * heads + head
+        inside = (head < heads)[:, None] & mask[None, :]
+        index = row * heads + head
         first = index[:, None] * (2 * pairs) + dim[None, :]
         a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(x + first + DISTANCE, mask=inside, other=0.0).to(tl.float32)
@@ -53,8 +56,10 @@ def _backward(
     rows, valid, heads, pairs,
     STRIDE: tl.constexpr, DISTANCE, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    program, pair = tl.program_id(0), tl.arange(0, PAIRS)
-    mask, dim = pair < pairs, pair * STRIDE
+    program = tl.program_id(0)
+    pair = tl.arange(0, PAIRS)
+    mask = pair < pairs
+    dim = pair * STRIDE
     w_a = tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)[None, :]
     w_b = tl.load(weight + dim + DISTANCE, mask=mask, other=0.0).to(tl.float32)[None, :]
     partial_a = tl.zeros((PAIRS,), tl.float32)
@@ -103,7 +108,8 @@ def norm_rotate_forward(
     A pair is dims i and i + d/2, or 2i and 2i + 1 if ``interleaved``.
     """
     y_THd, rstd_TH = _empty_outputs(x_THd)
-    (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]
+    (tokens, heads) = rstd_TH.shape
+    pairs = cos_Tp.shape[1]
     if y_THd.numel():
         _forward[(tokens,)](
             x_THd.contiguous(), weight_d, cos_Tp, sin_Tp, y_THd, rstd_TH, heads, pairs, epsilon,
@@ -127,7 +133,8 @@ def norm_rotate_backward(
     Their sum is the weight's gradient over the first ``n_valid`` rows.
     """
     results = _empty_gradients(dy_THd, x_THd)
-    (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]
+    (tokens, heads) = rstd_TH.shape
+    pairs = cos_Tp.shape[1]
     if rstd_TH.numel():
         _backward[(results[1].shape[0],)](
             dy_THd.contiguous(), x_THd.contiguous(), weight_d, cos_Tp, sin_Tp, rstd_TH, *results,

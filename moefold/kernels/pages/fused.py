@@ -18,10 +18,13 @@ def _move(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = row < tl.load(count)
-    from_row, to_row, mask = row, row, valid
+    from_row = row
+    to_row = row
+    mask = valid
     if pages is not None:
         page = tl.load(pages + row // PAGE, mask=valid, other=pages_end)
-        from_row, mask = page * PAGE + row % PAGE, page < pages_end
+        from_row = page * PAGE + row % PAGE
+        mask = page < pages_end
     if into_pages is not None:
         page = tl.load(into_pages + row // PAGE, mask=valid, other=into_pages_end)
         # Rows without a page are not copied.

@@ -36,7 +36,8 @@ class PageRing:
         device: torch.device,
         on_host: bool = False,
     ) -> None:
-        self.pages, self.page = pages, page
+        self.pages = pages
+        self.page = page
         # Invalid rows go to one extra page, whose number goes to one extra entry of the ring.
         shape = (pages + 1) * page, width
         self.rows_SD = (
@@ -87,7 +88,8 @@ class PageRing:
             args = page_M, into_M, count.view(1), target.rows_SD, self.page
             kernels.copy(self.rows_SD, *args)
         else:
-            room, device = page_M.shape[0] * self.page, target.rows_SD.device
+            room = page_M.shape[0] * self.page
+            device = target.rows_SD.device
             from_R = self._row_slots(page_M, count, room).to(self.rows_SD.device)
             into_R = target._row_slots(into_M, count, room).to(device)
             target.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, from_R).to(device))

@@ -41,7 +41,8 @@ def _add(
 def take_rows(x_TD: Tensor, token_N: Tensor) -> Tensor:
     """Return ``x_ND`` with ``x[n] = x_TD[token_N[n]]``; rows without a token are unspecified."""
     out_ND = _empty_rows(x_TD, token_N)
-    (tokens, width), rows = x_TD.shape, token_N.shape[0]
+    (tokens, width) = x_TD.shape
+    rows = token_N.shape[0]
     grid, block = row_grid(rows, width)
     if out_ND.numel():
         _take[grid](x_TD.contiguous(), token_N.contiguous(), out_ND, rows, tokens, width, *block)
@@ -51,10 +52,12 @@ def take_rows(x_TD: Tensor, token_N: Tensor) -> Tensor:
 def add_rows(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Return ``out_TD`` with ``out[t] = sum_k y_RD[row_TK[t, k]]``; a missing copy adds nothing."""
     out_TD = _empty_rows(y_RD, row_TK)
-    (copies, width), (tokens, top_k) = y_RD.shape, row_TK.shape
+    (copies, width) = y_RD.shape
+    (tokens, top_k) = row_TK.shape
     grid, block = row_grid(tokens, width)
     if out_TD.numel():
-        y_RD, row_TK = y_RD.contiguous(), row_TK.contiguous()
+        y_RD = y_RD.contiguous()
+        row_TK = row_TK.contiguous()
         _add[grid](y_RD, row_TK, out_TD, tokens, copies, width, top_k, *block)
     return out_TD
 

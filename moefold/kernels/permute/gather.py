@@ -97,7 +97,8 @@ class _PermuteRows(Function):
         gradient_index: Tensor,
         complete: bool,
     ) -> Tensor:
-        ctx.gradient, ctx.complete = gradient, complete
+        ctx.gradient = gradient
+        ctx.complete = complete
         ctx.save_for_backward(gradient_index)
         return function(rows_ND, index, complete)
 

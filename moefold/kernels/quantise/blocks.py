@@ -126,7 +126,8 @@ class Quantised:
             return self.mT.factors(dtype).mT
         if len(self.shape) == 1:
             return self._map(lambda x: x[None], -1).factors(dtype)[0]
-        codes, form = self.codes, self.format
+        codes = self.codes
+        form = self.format
         if form.element is None:
             values = elements.decode_e2m1(elements.unpack(codes), dtype)[..., : self.shape[-1]]
         else:
@@ -292,7 +293,8 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
 
 def _to_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     """Return [..., R / rows, rows, C / columns, columns]; the last blocks are padded with zeros."""
-    extra_rows, extra_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    extra_rows = -x.shape[-2] % rows
+    extra_columns = -x.shape[-1] % columns
     x = F.pad(x, (0, extra_columns, 0, extra_rows)) if extra_rows or extra_columns else x
     return x.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
 

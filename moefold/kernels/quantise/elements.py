@@ -8,7 +8,9 @@ first in the low half. E8M0 is a power of two by its biased exponent (OCP Micros
 import torch
 from torch import Tensor
 
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 LARGEST_E2M1 = 6.0
 EXPONENT = 0x7F800000
@@ -65,7 +67,8 @@ def ceil_exponent(x: Tensor) -> Tensor:
     It is 255 for Inf and NaN. (An fp32 logarithm would round numbers just above a power.)
     """
     bits = x.view(torch.int32)
-    exponent, rest = bits >> 23, bits & 0x7FFFFF
+    exponent = bits >> 23
+    rest = bits & 0x7FFFFF
     least = torch.where(exponent == 0, 1 << 22, 0)  # 2^-127 is a subnormal of fp32
     above = exponent + (rest > least).int()
     return torch.where(exponent == 255, 255, above.clamp_(max=254)).to(torch.uint8)

@@ -41,9 +41,11 @@ def extremes(x_GN: Tensor) -> Tensor:
 
 def factors(extremes_G2: Tensor) -> Tensor:
     """Return scale, middle and power of each group, fp32 [G, 3], from :func:`extremes`."""
-    high, low = extremes_G2[:, 0], -extremes_G2[:, 1]
+    high = extremes_G2[:, 0]
+    low = -extremes_G2[:, 1]
     nonzero = high > 0
-    high, low = torch.where(nonzero, high, 1), torch.where(nonzero, low, 1)
+    high = torch.where(nonzero, high, 1)
+    low = torch.where(nonzero, low, 1)
     low = torch.maximum(low, high * MIN_RATIO * MIN_RATIO)
     middle = high.sqrt() * low.sqrt()
     span = high.double().log2() - low.double().log2()

@@ -23,10 +23,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
     a, b, c, d = counter
     first, second = key
     for _ in range(ROUNDS):
-        left, right = _product(a, MULTIPLIERS[0]), _product(c, MULTIPLIERS[1])
-        a, b = right[0] ^ b ^ first, right[1]
-        c, d = left[0] ^ d ^ second, left[1]
-        first, second = (first + WEYL[0]) & MASK, (second + WEYL[1]) & MASK
+        left = _product(a, MULTIPLIERS[0])
+        right = _product(c, MULTIPLIERS[1])
+        a = right[0] ^ b ^ first
+        b = right[1]
+        c = left[0] ^ d ^ second
+        d = left[1]
+        first = (first + WEYL[0]) & MASK
+        second = (second + WEYL[1]) & MASK
     return a, b, c, d
 
 
@@ -43,9 +47,11 @@ def chance(row_N: Tensor, columns: range, key: tuple[int, int], word: int = 0) -
     """
     first = columns.start // LANES
     group = torch.arange(first, -(-columns.stop // LANES), device=row_N.device)
-    start, chunks = columns.start - first * LANES, list[Tensor]()
+    start = columns.start - first * LANES
+    chunks = list[Tensor]()
     for row_B in row_N.split(max(CHUNK // max(len(columns), 1), 1)):
-        low, high = row_B[:, None] & MASK, row_B[:, None] >> 32
+        low = row_B[:, None] & MASK
+        high = row_B[:, None] >> 32
         words = torch.full_like(low, word & MASK)
         bits = torch.stack(torch.broadcast_tensors(*philox((group, low, high, words), key)), -1)
         halves = torch.stack((bits & 0xFFFF, bits >> 16), -1).flatten(1)

@@ -27,7 +27,8 @@ class BlockCodec(NamedTuple):
 
     def unpack(self, sent_NW: Tensor, like: Tensor) -> Tensor:
         """Return the rows with the width and dtype of ``like``."""
-        width, element = like.shape[1], self.form.element
+        width = like.shape[1]
+        element = self.form.element
         assert element is not None
         scale = torch.float8_e8m0fnu if self.form.kind == "mxfp8" else torch.float32
         codes, scales = sent_NW.tensor_split([width], 1)

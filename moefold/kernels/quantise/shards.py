@@ -90,8 +90,10 @@ class BlockGrid:
 
     def _rows(self, shard_L: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the rows [N, A, c] that a shard covers, zeros elsewhere, and their block rows."""
-        (height, width), columns = self._block, self.columns
-        first, last = start // columns, -(-(start + shard_L.numel()) // columns)
+        (height, width) = self._block
+        columns = self.columns
+        first = start // columns
+        last = -(-(start + shard_L.numel()) // columns)
         values_NC = shard_L.new_zeros(last - first, columns, dtype=torch.float32)
         offset = start - first * columns
         values_NC.view(-1)[offset : offset + shard_L.numel()] = shard_L

@@ -30,8 +30,10 @@ def _heads(
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Rotate the last dims of a row's heads."""
-    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
-    mask, first = pair < pairs, (nope + pair * STRIDE)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    mask = pair < pairs
+    first = (nope + pair * STRIDE)[None, :]
     c = tl.load(cos + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
     for block in range(0, heads, HEADS):
@@ -58,9 +60,12 @@ def _expand(
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Write a row's keys, with a common position part, and its values."""
-    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
-    n, m = tl.arange(0, NOPE)[None, :], tl.arange(0, VALUES)[None, :]
-    mask, first = pair < pairs, pair * STRIDE
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    n = tl.arange(0, NOPE)[None, :]
+    m = tl.arange(0, VALUES)[None, :]
+    mask = pair < pairs
+    first = pair * STRIDE
     c = tl.load(cos + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + row * pairs + pair, mask=mask, other=0.0).to(tl.float32)
     rope_ptrs = rope + row * rope_stride + first
@@ -69,14 +74,17 @@ def _expand(
     a, b = _rotate_pairs(a, b, c, s, False)
     for block in range(0, heads, HEADS):
         head = (block + tl.arange(0, HEADS))[:, None]
-        head_mask, index = head < heads, row * heads + head
-        source, target = kv + index * (nope + values), k + index * (nope + 2 * pairs)
+        head_mask = head < heads
+        index = row * heads + head
+        source = kv + index * (nope + values)
+        target = k + index * (nope + 2 * pairs)
         nope_mask = head_mask & (n < nope)
         tl.store(target + n, tl.load(source + n, mask=nope_mask, other=0.0), mask=nope_mask)
         value_mask = head_mask & (m < values)
         value = tl.load(source + nope + m, mask=value_mask, other=0.0)
         tl.store(v + index * values + m, value, mask=value_mask)
-        inside, rotated_ptrs = head_mask & mask[None, :], target + nope + first[None, :]
+        inside = head_mask & mask[None, :]
+        rotated_ptrs = target + nope + first[None, :]
         a_hp = tl.broadcast_to(a[None, :], (HEADS, PAIRS))
         tl.store(rotated_ptrs, a_hp.to(k.dtype.element_ty), mask=inside)
         b_hp = tl.broadcast_to(b[None, :], (HEADS, PAIRS))
@@ -91,15 +99,20 @@ def _expand_backward(
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute a row's gradients: that of the position part is the sum over heads, rotated back."""
-    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
-    n, m = tl.arange(0, NOPE)[None, :], tl.arange(0, VALUES)[None, :]
-    mask, first = pair < pairs, pair * STRIDE
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    n = tl.arange(0, NOPE)[None, :]
+    m = tl.arange(0, VALUES)[None, :]
+    mask = pair < pairs
+    first = pair * STRIDE
     a = tl.zeros((PAIRS,), tl.float32)
     b = tl.zeros((PAIRS,), tl.float32)
     for block in range(0, heads, HEADS):
         head = (block + tl.arange(0, HEADS))[:, None]
-        head_mask, index = head < heads, row * heads + head
-        source, target = dk + index * (nope + 2 * pairs), dkv + index * (nope + values)
+        head_mask = head < heads
+        index = row * heads + head
+        source = dk + index * (nope + 2 * pairs)
+        target = dkv + index * (nope + values)
         nope_mask = head_mask & (n < nope)
         tl.store(target + n, tl.load(source + n, mask=nope_mask, other=0.0), mask=nope_mask)
         value_mask = head_mask & (m < values)
@@ -125,7 +138,8 @@ def rotate_heads(
     A pair is dims i and i + p of these, or 2i and 2i + 1 if ``interleaved``.
     """
     y_THd = _empty_like(x_THd)
-    (tokens, heads, dims), pairs = x_THd.shape, cos_Tp.shape[1]
+    (tokens, heads, dims) = x_THd.shape
+    pairs = cos_Tp.shape[1]
     nope = dims - 2 * pairs
     x_THd = contiguous_in_rows(x_THd)
     lanes = next_power_of_2(nope) if nope else 0, next_power_of_2(pairs)
@@ -158,7 +172,8 @@ def expand_latents(
         interleaved: pairing of dims, as in :func:`rotate_heads`.
     """
     results = _empty_expanded(kv_THx, rope_Tr, cos_Tp, sin_Tp, nope_dim)
-    (tokens, heads, dims), pairs = kv_THx.shape, cos_Tp.shape[1]
+    (tokens, heads, dims) = kv_THx.shape
+    pairs = cos_Tp.shape[1]
     rope_Tr = contiguous_in_rows(rope_Tr)
     sizes = nope_dim, dims - nope_dim, pairs
     if tokens:
@@ -174,7 +189,8 @@ def expand_latents_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients ``dkv_THx`` and ``drope_Tr``."""
     results = _empty_gradients(dk_THd, dv_THv, cos_Tp, sin_Tp, nope_dim)
-    (tokens, heads, dims), pairs = dv_THv.shape, cos_Tp.shape[1]
+    (tokens, heads, dims) = dv_THv.shape
+    pairs = cos_Tp.shape[1]
     sizes = nope_dim, dims, pairs
     if tokens:
         _expand_backward[(tokens,)](

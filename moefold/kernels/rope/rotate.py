@@ -76,11 +76,16 @@ def _rotate(
     sin = -sin if inverse else sin
     if layout == "half":
         # On full heads: passes over short halves take longer than one roll.
-        cos_pairs, sin_pairs = torch.cat([cos, cos], 1)[:, None], torch.cat([-sin, sin], 1)[:, None]
+        cos_pairs = torch.cat([cos, cos], 1)[:, None]
+        sin_pairs = torch.cat([-sin, sin], 1)[:, None]
         return (x * cos_pairs).addcmul_(x.roll(cos.shape[1], -1), sin_pairs)
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    a, b, out_a, out_b = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
+    a = x[..., 0::2]
+    b = x[..., 1::2]
+    out_a = out[..., 0::2]
+    out_b = out[..., 1::2]
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
     return out

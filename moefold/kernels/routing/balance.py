@@ -24,7 +24,8 @@ TINY = torch.finfo(torch.float32).tiny
 @jit
 def _partial_sums(values, partials, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
     """Sum every P-th block of rows."""
-    program, e = tl.program_id(0), tl.arange(0, EXPERTS)
+    program = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.float32)
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         t = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -94,7 +95,8 @@ def _load_balance(
 @jit
 def _z_loss(logits, lse, partials, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
     """Compute each row's log-sum-exp, and sum their squares over every P-th block of rows."""
-    program, e = tl.program_id(0), tl.arange(0, EXPERTS)
+    program = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
     total = tl.zeros((ROWS,), tl.float32)
     for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         t = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -123,7 +125,8 @@ def _z_loss_backward(
     rows, experts, population,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
     offsets = t[:, None] * experts + e[None, :]
     log_sum = tl.load(lse + t, mask=t < rows, other=0.0)
@@ -134,7 +137,8 @@ def _z_loss_backward(
 
 @jit
 def _normalise(scores, out, rows, experts, tiny, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
     offsets = t[:, None] * experts + e[None, :]
     value = tl.load(scores + offsets, mask=inside, other=0.0)
@@ -148,7 +152,8 @@ def _normalise_backward(
     rows, experts, row_stride, tiny,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, EXPERTS)
     inside = (t < rows)[:, None] & (e < experts)[None, :]
     offsets = t[:, None] * experts + e[None, :]
     value = tl.load(scores + offsets, mask=inside, other=0.0)
@@ -164,7 +169,8 @@ def _normalise_backward(
 def sum_rows(values_TE: Tensor) -> Tensor:
     """Return partial sums over rows, fp32 [P, E]."""
     partials_PE = _empty_partials(values_TE)
-    (rows, experts), block = values_TE.shape, _block(values_TE)
+    (rows, experts) = values_TE.shape
+    block = _block(values_TE)
     _partial_sums[(partials_PE.shape[0],)](
         values_TE.contiguous(), partials_PE, rows, experts, *block
     )
@@ -239,7 +245,8 @@ def load_balance_value(
 def z_loss_value(logits_TE: Tensor, population: int) -> tuple[Tensor, Tensor]:
     """Return the z-loss, squared log-sum-exp over ``population``, 0-d, and log-sum-exp [T]."""
     value, lse_T = _empty_z_loss(logits_TE)
-    (rows, experts), block = logits_TE.shape, _block(logits_TE)
+    (rows, experts) = logits_TE.shape
+    block = _block(logits_TE)
     programs = _programs(rows, block[0])
     partials_P = logits_TE.new_empty(programs)
     _z_loss[(programs,)](logits_TE.contiguous(), lse_T, partials_P, rows, experts, *block)
@@ -250,7 +257,8 @@ def z_loss_value(logits_TE: Tensor, population: int) -> tuple[Tensor, Tensor]:
 def z_loss_backward(dvalue: Tensor, logits_TE: Tensor, lse_T: Tensor, population: int) -> Tensor:
     """Return ``dlogits_TE``."""
     dlogits_TE = torch.empty_like(logits_TE)
-    (rows, experts), block = logits_TE.shape, _block(logits_TE)
+    (rows, experts) = logits_TE.shape
+    block = _block(logits_TE)
     if rows:
         _z_loss_backward[(cdiv(rows, block[0]),)](
             dvalue, logits_TE, lse_T, dlogits_TE, rows, experts, population, *block
@@ -261,7 +269,8 @@ def z_loss_backward(dvalue: Tensor, logits_TE: Tensor, lse_T: Tensor, population
 def normalise_scores(scores_TE: Tensor) -> Tensor:
     """Return each row's scores divided by their sum, or by ``TINY`` if that is larger."""
     out_TE = scores_TE.new_empty(scores_TE.shape)
-    (rows, experts), block = scores_TE.shape, _block(scores_TE)
+    (rows, experts) = scores_TE.shape
+    block = _block(scores_TE)
     if rows:
         _normalise[(cdiv(rows, block[0]),)](
             scores_TE.contiguous(), out_TE, rows, experts, TINY, *block
@@ -272,7 +281,8 @@ def normalise_scores(scores_TE: Tensor) -> Tensor:
 def normalise_scores_backward(dout_TE: Tensor, scores_TE: Tensor) -> Tensor:
     """Return ``dscores_TE``; ``dout_TE`` may be an expanded row."""
     dscores_TE = scores_TE.new_empty(scores_TE.shape)
-    (rows, experts), block = scores_TE.shape, _block(scores_TE)
+    (rows, experts) = scores_TE.shape
+    block = _block(scores_TE)
     dout_TE = contiguous_in_rows(dout_TE)
     if rows:
         _normalise_backward[(cdiv(rows, block[0]),)](

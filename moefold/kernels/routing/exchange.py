@@ -12,7 +12,8 @@ from moefold.kernels.fused import Op, cdiv, jit, next_power_of_2, tl
 
 ELEMENTS = 512
 """Counts per program."""
-COMPARISONS, WARPS = 8192, 8
+COMPARISONS = 8192
+WARPS = 8
 """Pairs of a row and a count that a program compares at once; warps of a program."""
 MAX_COUNTS = 8192
 """Largest number of counts of a program: senders times experts on this rank, both padded."""
@@ -25,7 +26,8 @@ def _exchange_counts(
     SENDERS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Count the rows sent to a block of ranks and received from a block of senders."""
-    x, e = tl.program_id(0) * SENDERS + tl.arange(0, SENDERS), tl.arange(0, EXPERTS)
+    x = tl.program_id(0) * SENDERS + tl.arange(0, SENDERS)
+    e = tl.arange(0, EXPERTS)
     end = tl.load(own_ends + x * local_experts + local_experts - 1, mask=x < ranks, other=0)
     start = tl.load(own_ends + x * local_experts - 1, mask=(x < ranks) & (x > 0), other=0)
     tl.store(row_counts + x, (end - start).to(tl.int64), mask=x < ranks)
@@ -49,10 +51,12 @@ def _sort_received(
     ROWS: tl.constexpr, SENDERS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the position of each received row of a block."""
-    x, e = tl.arange(0, SENDERS)[:, None], tl.arange(0, EXPERTS)[None, :]
+    x = tl.arange(0, SENDERS)[:, None]
+    e = tl.arange(0, EXPERTS)[None, :]
     mask = (x < senders) & (e < experts)
     count = tl.load(received + x * experts + e, mask=mask, other=0)
-    by_sender, by_expert = tl.sum(count, 1), tl.sum(count, 0)
+    by_sender = tl.sum(count, 1)
+    by_expert = tl.sum(count, 0)
     end = tl.cumsum(count, 1) + (tl.cumsum(by_sender, 0) - by_sender)[:, None]
     ends = tl.cumsum(by_expert, 0)
     if tl.program_id(0) < 1:
@@ -60,7 +64,8 @@ def _sort_received(
         tl.store(offs + lane, ends, mask=lane < experts)
     # Distance from a row's index among received rows to its position.
     shift = tl.cumsum(count, 0) + (ends - by_expert)[None, :] - end
-    end, shift = tl.reshape(end, (1, SENDERS * EXPERTS)), tl.reshape(shift, (1, SENDERS * EXPERTS))
+    end = tl.reshape(end, (1, SENDERS * EXPERTS))
+    shift = tl.reshape(shift, (1, SENDERS * EXPERTS))
     start = end - tl.reshape(count, (1, SENDERS * EXPERTS))
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     hit = (r[:, None] >= start) & (r[:, None] < end)
@@ -85,7 +90,8 @@ def count_exchanged_rows(
         and int32 [X, e]: rows received for each expert.
     """
     results = _empty_counts(ends_PSB, ends_B, local_experts, rank)
-    (ranks, slices, _), lanes = ends_PSB.shape, next_power_of_2(local_experts)
+    (ranks, slices, _) = ends_PSB.shape
+    lanes = next_power_of_2(local_experts)
     senders = max(1, ELEMENTS // lanes)
     _exchange_counts[(cdiv(ranks * slices, senders),)](
         ends_PSB.contiguous(), ends_B, *results, ranks, slices, local_experts, rank, senders, lanes

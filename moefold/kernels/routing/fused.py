@@ -16,7 +16,8 @@ ELEMENTS = 1024
 """Scores of a program's block of rows."""
 ROWS = 64
 """Rows of a program's block of weights."""
-COMPARISONS, WARPS = 8192, 8
+COMPARISONS = 8192
+WARPS = 8
 """Pairs of a copy and a bucket that a program compares at once; warps of a program."""
 MAX_CHUNKS = 128
 """Largest number of programs among which copies are divided; each reads the counts of all."""
@@ -45,7 +46,8 @@ def _select(
 ):  # fmt: skip
     """Choose the experts of a block of rows; experts are arranged [GROUPS, SLOTS], both padded."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    g, s = tl.arange(0, GROUPS), tl.arange(0, SLOTS)
+    g = tl.arange(0, GROUPS)
+    s = tl.arange(0, SLOTS)
     size = experts // groups
     expert = g[:, None] * size + s[None, :]
     in_group = ((g < groups)[:, None] & (s < size)[None, :])[None]
@@ -85,7 +87,8 @@ def _select(
 @jit
 def _count(bucket, counts, copies, chunk, LANES: tl.constexpr, CHUNK: tl.constexpr):
     """Count a chunk's copies by bucket."""
-    number, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    number = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.int32)
     for first in range(0, chunk, CHUNK):
         c = number * chunk + first + tl.arange(0, CHUNK)
@@ -101,7 +104,9 @@ def _place(
     LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute the row of each copy of a chunk from the counts of all chunks."""
-    number, lane, p = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, CHUNK)
+    number = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    p = tl.arange(0, CHUNK)
     total = tl.zeros((LANES,), tl.int32)
     before = tl.zeros((LANES,), tl.int32)
     for n in range(chunks):
@@ -111,7 +116,8 @@ def _place(
     ends = tl.cumsum(total, 0)
     if number < 1:
         tl.store(offs + lane, ends, mask=lane < buckets)
-    starts, real = ends - total, tl.sum(tl.where(lane < buckets, total, 0), 0)
+    starts = ends - total
+    real = tl.sum(tl.where(lane < buckets, total, 0), 0)
     # Copies without a bucket come last; a padding lane may have counted some of them.
     unassigned = real + number * chunk - tl.sum(tl.where(lane < buckets, before, 0), 0)
     for first in range(0, chunk, CHUNK):
@@ -151,7 +157,8 @@ def _weights(
     RULE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights of the chosen experts of a block of rows."""
-    t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < top_k)[None, :]
     offsets = t[:, None] * top_k + k[None, :]
     chosen = tl.minimum(tl.load(ids + offsets, mask=inside, other=0), experts - 1)
@@ -168,7 +175,8 @@ def _weights_backward(
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of all scores of a block of rows from that of the weights."""
-    t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, LANES)
     inside = (t < tokens)[:, None] & (k < K)[None, :]
     offsets = t[:, None] * K + k[None, :]
     chosen = tl.load(ids + offsets, mask=inside, other=experts)
@@ -230,7 +238,8 @@ def sort_buckets(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tens
     launches, without atomics or a comparison sort.
     """
     results = token_C, copy_C, row_TK, offs_B = _empty_order(buckets_TK, buckets)
-    (tokens, top_k), copies = buckets_TK.shape, buckets_TK.numel()
+    (tokens, top_k) = buckets_TK.shape
+    copies = buckets_TK.numel()
     if not copies:
         offs_B.zero_()
         return results
@@ -269,7 +278,8 @@ def chosen_weights(
         scale: final factor on the weights.
     """
     weights_TK = _empty_weights(scores_TE, ids_TK, rule, epsilon, scale)
-    (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
+    (tokens, experts) = scores_TE.shape
+    top_k = ids_TK.shape[1]
     if tokens:
         _weights[(cdiv(tokens, ROWS),)](
             scores_TE.contiguous(), ids_TK.contiguous(), weights_TK, tokens, experts, top_k,
@@ -283,7 +293,8 @@ def chosen_weights_backward(
 ) -> Tensor:
     """Return ``dscores_TE``, which is zero for experts that were not chosen."""
     dscores_TE = scores_TE.new_empty(scores_TE.shape)
-    (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
+    (tokens, experts) = scores_TE.shape
+    top_k = ids_TK.shape[1]
     lanes = next_power_of_2(experts)
     rows = max(1, ELEMENTS // lanes)
     if tokens:
@@ -302,7 +313,8 @@ def _empty_ids(
 
 def _empty_order(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     copies = buckets_TK.numel()
-    token_C, copy_C = buckets_TK.new_empty(copies), buckets_TK.new_empty(copies)
+    token_C = buckets_TK.new_empty(copies)
+    copy_C = buckets_TK.new_empty(copies)
     row_TK = buckets_TK.new_empty(buckets_TK.shape)
     return token_C, copy_C, row_TK, buckets_TK.new_empty(buckets, dtype=torch.int32)
 

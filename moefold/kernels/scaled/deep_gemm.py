@@ -52,7 +52,8 @@ class DeepGemm(Emulated):
     def multiply(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
         """Return ``a @ b``; weight gradients, both of whose operands are rows, are fp32 first."""
         library: Any = import_module(MODULE)
-        (a, a_scales), (b, b_scales) = _padded_operand(a_NK), _padded_operand(b_KM.mT)
+        (a, a_scales) = _padded_operand(a_NK)
+        (b, b_scales) = _padded_operand(b_KM.mT)
         by_rows = b_KM.format.rows == 1
         y_NM = a.new_zeros(len(a), len(b), dtype=torch.float32 if by_rows else torch.bfloat16)
         kwargs = {"c": y_NM, "recipe": (1, 1, BLOCK)} if by_rows else {}
@@ -70,10 +71,8 @@ class DeepGemm(Emulated):
         if len(weight_KM.shape) == 2 or not sum(run.shape[0] for run in runs):
             return super().multiply_runs(runs, weight_KM, groups, dtype)
         library: Any = import_module(MODULE)
-        padded, (b_EMK, b_scales) = (
-            PaddedGroups.of(runs, groups, BLOCK),
-            _padded_operand(weight_KM.mT),
-        )
+        padded = PaddedGroups.of(runs, groups, BLOCK)
+        (b_EMK, b_scales) = _padded_operand(weight_KM.mT)
         a_RK = pad(padded.codes, 1, BLOCK)
         group_ids = torch.tensor(padded.groups, device=a_RK.device)
         sizes = torch.tensor(padded.rows, device=a_RK.device)

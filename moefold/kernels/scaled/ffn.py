@@ -63,7 +63,8 @@ class _Activation(Function):
         if not scales:
             dh_N2F, dp_N, _ = activation.backward(h_N2F, p_N, da_NF)
             return dh_N2F, dp_N, None
-        codes_N2F, (scales_N2B,) = h_N2F, scales
+        codes_N2F = h_N2F
+        (scales_N2B,) = scales
         dh_N2F = da_NF.new_empty(len(da_NF), 2 * da_NF.shape[1])
         dp_N = None if p_N is None else torch.empty_like(p_N)
         for cut in row_chunks(dh_N2F):

@@ -20,7 +20,9 @@ def contiguous_codes(x_RK: Quantised) -> tuple[Tensor, Tensor]:
 
     Scales of square ``nvfp4`` blocks are repeated for each row.
     """
-    codes, scales, form = x_RK.codes, x_RK.scales, x_RK.format
+    codes = x_RK.codes
+    scales = x_RK.scales
+    form = x_RK.format
     if form.element is None:
         if x_RK.dim == -2:
             each = unpack(codes.mT).mT[..., : x_RK.shape[-2], :]
@@ -34,7 +36,8 @@ def contiguous_codes(x_RK: Quantised) -> tuple[Tensor, Tensor]:
 
 def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """Pad the last two dims with zeros to multiples of ``rows`` and ``columns``."""
-    extra_rows, extra_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    extra_rows = -x.shape[-2] % rows
+    extra_columns = -x.shape[-1] % columns
     if not extra_rows and not extra_columns:
         return x
     return F.pad(as_uint8(x), (0, extra_columns, 0, extra_rows)).view(x.dtype)
@@ -77,7 +80,10 @@ class PaddedGroups(NamedTuple):
     @classmethod
     def of(cls, runs: Sequence[Quantised], groups: list[int], multiple: int) -> "PaddedGroups":
         """Concatenate runs, which are sorted by group and have at least one row in total."""
-        codes, scales, ranges, end = list[Tensor](), list[Tensor](), list[tuple[int, int]](), 0
+        codes = list[Tensor]()
+        scales = list[Tensor]()
+        ranges = list[tuple[int, int]]()
+        end = 0
         for number, (run, group) in enumerate(zip(runs, groups, strict=True)):
             run_codes, run_scales = map(as_uint8, contiguous_codes(run))
             ranges.append((group, len(run_codes)))
@@ -95,7 +101,8 @@ class PaddedGroups(NamedTuple):
 
     def ends(self, groups: int) -> list[int]:
         """Return the end row of each group, its padding included."""
-        rows, last = [0] * groups, 0
+        rows = [0] * groups
+        last = 0
         for group, count in zip(self.groups, self.rows, strict=True):
             last = last if group < 0 else group
             rows[last] += count

@@ -282,16 +282,20 @@ class _ScaledProduct(Function):
         saved = quantised.saved
         # Tensors are saved by autograd, so that recompute can drop them.
         ctx.save_for_backward(rows.order_N, *(saved.tensors if saved else ()))
-        ctx.operand, ctx.rows, ctx.sink = operand, rows._replace(order_N=None), sink
+        ctx.operand = operand
+        ctx.rows = rows._replace(order_N=None)
+        ctx.sink = sink
         ctx.saved = saved and saved._replace(tensors=())
         return y_NO
 
     @staticmethod
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         order_N, *tensors = ctx.saved_tensors
-        operand, rows = ctx.operand, ctx.rows._replace(order_N=order_N)
+        operand = ctx.operand
+        rows = ctx.rows._replace(order_N=order_N)
         wide = upcast_dtype(dy_NO)
-        weight, needs_grad = operand.codes(), ctx.needs_input_grad
+        weight = operand.codes()
+        needs_grad = ctx.needs_input_grad
         along = weight.along_outputs
         codes, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, needs_grad[1])
         dx_NI = None
@@ -302,7 +306,8 @@ class _ScaledProduct(Function):
         dw = None
         if needs_grad[1]:
             x = ctx.saved and ctx.saved._replace(tensors=tuple(tensors))
-            master, matrices = operand.master, along.shape[0] if rows.grouped else 1
+            master = operand.master
+            matrices = along.shape[0] if rows.grouped else 1
             multiply = weight.recipe.choose_backend("dw", rows.grouped, dy_NO).backend.multiply
             groups = rows.groups
 
@@ -327,8 +332,11 @@ def _operands(
     if weight.on_operand is not None:
         for group, run_NI in zip(rows.groups, runs, strict=True):
             weight.on_operand(role, group, run_NI)
-    narrow_dw, transforms = for_dw and recipe.narrow_dw, recipe.kind == "nvfp4"
-    form, block, width = recipe.format(role), recipe.hadamard_size, x_NI.shape[1]
+    narrow_dw = for_dw and recipe.narrow_dw
+    transforms = recipe.kind == "nvfp4"
+    form = recipe.format(role)
+    block = recipe.hadamard_size
+    width = x_NI.shape[1]
     # In chunks of multiple blocks of rows, as casts and random numbers take many bytes per element.
     multiple = lcm(form.columns or 1, block)
     cuts = [row_chunks(run_NI, multiple) or [slice(0)] for run_NI in runs]
@@ -354,7 +362,8 @@ def _operands(
     def encode_runs(dim: int, amaxes: list[Tensor | None]) -> Iterator[Quantised]:
         """Yield the codes of each run, in blocks along features or along rows."""
         for index, (run_NI, run_cuts, run_amax) in enumerate(zip(runs, cuts, amaxes, strict=True)):
-            random, codes = None, list[Quantised]()
+            random = None
+            codes = list[Quantised]()
             for cut in run_cuts:
                 if role == "gradient" and recipe.stochastic_gradients:
                     number = rows.row_numbers(index, x_NI.device)[cut]

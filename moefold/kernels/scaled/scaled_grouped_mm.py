@@ -68,10 +68,13 @@ class ScaledGroupedMm(ScaledMm):
             sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             parts = [swizzled(part) for part in padded.scales.split(sizes) if len(part)]
             blocks = -(-padded.scales.shape[1] // 4) * 4
-            kind, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-            row_scales, weight_scales = cat(parts).view(-1, blocks), swizzled(pad(scales, 16, 1))
+            kind = F.ScalingType.BlockWise1x32
+            swizzle = F.SwizzleType.SWIZZLE_32_4_4
+            row_scales = cat(parts).view(-1, blocks)
+            weight_scales = swizzled(pad(scales, 16, 1))
         else:
-            kind, swizzle = F.ScalingType.RowWise, F.SwizzleType.NO_SWIZZLE
+            kind = F.ScalingType.RowWise
+            swizzle = F.SwizzleType.NO_SWIZZLE
             row_scales = padded.scales.flatten()
             weight_scales = scales.flatten(1).expand(-1, b_EMK.shape[1]).contiguous()
         y_RM = product(

@@ -44,7 +44,8 @@ class ScaledMm(Emulated):
 
     def multiply(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
         """Return ``a @ b`` in ``dtype``, with the device's accumulation."""
-        (a, *a_args), (b, *b_args) = _operand(a_NK), _operand(b_KM.mT)
+        (a, *a_args) = _operand(a_NK)
+        (b, *b_args) = _operand(b_KM.mT)
         y_NM = F.scaled_mm(
             a,
             b.mT,
@@ -61,7 +62,9 @@ class ScaledMm(Emulated):
 
 def _operand(x_RK: Quantised) -> tuple[Any, ...]:
     """Return codes, scales, and the scaling recipes and swizzles of these."""
-    scaling, swizzle, form = F.ScalingType, F.SwizzleType, x_RK.format
+    scaling = F.ScalingType
+    swizzle = F.SwizzleType
+    form = x_RK.format
     codes, scales = contiguous_codes(x_RK)
     if form.kind == "fp8_tensor":
         return pad(codes, 16, 16), [scales], [scaling.TensorWise], [swizzle.NO_SWIZZLE]

@@ -18,7 +18,8 @@ def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     """Return ``a_NF`` in the dtype of ``h_N2F``."""
     if uses_triton(h_N2F):
         return kernels.forward(h_N2F, p_N)
-    rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
+    rows = h_N2F.shape[0]
+    width = h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
     for chunk in row_chunks(a_NF):
         gate, up = upcast(h_N2F[chunk]).chunk(2, dim=1)
@@ -42,11 +43,13 @@ def backward(
     if uses_triton(h_N2F):
         dh_N2F, dp_N, a_NF = kernels.backward(h_N2F, p_N, da_NF)
         return dh_N2F, None if p_N is None else dp_N, a_NF
-    dh_N2F, a_NF = torch.empty_like(h_N2F), torch.empty_like(da_NF)
+    dh_N2F = torch.empty_like(h_N2F)
+    a_NF = torch.empty_like(da_NF)
     dp_N = None if p_N is None else torch.empty_like(p_N)
     for chunk in row_chunks(a_NF):
         gate, up = upcast(h_N2F[chunk]).chunk(2, dim=1)
-        da, (dgate, dup) = upcast(da_NF[chunk]), dh_N2F[chunk].chunk(2, dim=1)
+        da = upcast(da_NF[chunk])
+        (dgate, dup) = dh_N2F[chunk].chunk(2, dim=1)
         # Wide results are written to their destination directly: a copy would be one pass in four.
         in_place = gate.dtype == dh_N2F.dtype
         silu = F.silu(gate)
@@ -54,7 +57,8 @@ def backward(
         if p_N is not None and dp_N is not None:
             p = p_N[chunk, None]
             dp_N[chunk] = torch.linalg.vecdot(a, da)
-            a, da = a.mul_(p), da * p
+            a = a.mul_(p)
+            da = da * p
         if in_place:
             torch.mul(silu, da, out=dup)
             torch.mul(da, up, out=silu)

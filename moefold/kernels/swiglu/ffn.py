@@ -187,7 +187,8 @@ class Adapter:
         if self.low is None or back is None:
             return None, None
         # Computed before the products run: by then the matrices may be sharded over ranks again.
-        inners, dropped = self._inner(x_NI).chunk(self.num_a, 1), self.low.apply_dropout
+        inners = self._inner(x_NI).chunk(self.num_a, 1)
+        dropped = self.low.apply_dropout
 
         def product_a(into: Tensor | None) -> Tensor:
             flat = None if into is None else self._a_matrices(into)
@@ -205,7 +206,8 @@ class Adapter:
                 return torch.stack(db)
             return db[0].unflatten(-2, (2, -1)) if self.gated else db[0]
 
-        a, b = self.low.a.master, self.low.b.master
+        a = self.low.a.master
+        b = self.low.b.master
         return sink.deliver(a, product_a), sink.deliver(b, product_b)
 
 
@@ -231,12 +233,16 @@ class _GatedFfn(Function):
         form: ExpertVariant | None,
         *masters: Tensor | None,
     ) -> Tensor:
-        unscaled_ND, x_ND = x_ND, _scaled_input(x_ND, p_N, form)
+        unscaled_ND = x_ND
+        x_ND = _scaled_input(x_ND, p_N, form)
         h_N2F = adapters[0].add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
         h_N2F = h_N2F if form is None else form.add_in_bias(h_N2F)
         ctx.save_for_backward(unscaled_ND, None if recompute else h_N2F, p_N, w_in, w_out)
-        ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
-        ctx.adapters, ctx.form = adapters, form
+        ctx.masters = (master_in, master_out)
+        ctx.products = products
+        ctx.sink = sink
+        ctx.adapters = adapters
+        ctx.form = form
         if form is None:
             a_NF = activation.forward(h_N2F, p_N)
             return adapters[1].add_(products.product(a_NF, w_out), a_NF)
@@ -247,9 +253,12 @@ class _GatedFfn(Function):
     @staticmethod
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
         unscaled_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
-        (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
+        (master_in, master_out) = ctx.masters
+        products = ctx.products
+        sink = ctx.sink
         dy_ND = dy_ND.contiguous()
-        (inner, outer), form = ctx.adapters, ctx.form
+        (inner, outer) = ctx.adapters
+        form = ctx.form
         unscaled_ND = unscaled_ND.detach()  # queued products must not hold the autograd graph
         x_ND = _scaled_input(unscaled_ND, p_N, form)
         if h_N2F is None:
@@ -268,7 +277,8 @@ class _GatedFfn(Function):
             return products.weight_gradient(dh_N2F, x_ND, flat).unflatten(-2, (2, -1))
 
         product_out = partial(products.weight_gradient, dy_ND, a_NF)
-        dx_ND, inner_back = None, inner.inner_gradient(dh_N2F)
+        dx_ND = None
+        inner_back = inner.inner_gradient(dh_N2F)
         if ctx.needs_input_grad[0]:
             dx_ND = products.input_gradient(dh_N2F, w_in.flatten(-3, -2))
             dx_ND = inner.add_gradient_(dx_ND, inner_back)

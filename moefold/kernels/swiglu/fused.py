@@ -68,7 +68,8 @@ def _backward(
 
 def swiglu_forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     """Return ``a_NF = p * silu(gate) * up`` in the dtype of ``h_N2F``."""
-    rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
+    rows = h_N2F.shape[0]
+    width = h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
     columns = min(COLUMNS, next_power_of_2(width))
     tile = max(1, 2048 // columns)

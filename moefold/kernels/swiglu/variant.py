@@ -88,7 +88,8 @@ class ExpertVariant:
     def _activate(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
         gate, up = h_R2F.chunk(2, dim=1)
         if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            gate = gate.clamp(max=self.limit)
+            up = up.clamp(-self.limit, self.limit)
         a_RF = (up + self.offset) * gate * torch.sigmoid(self.alpha * gate)
         return a_RF if self.on_input else p_R[:, None] * a_RF
 
@@ -97,7 +98,8 @@ class ExpertVariant:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return ``dh_R2F``, ``dp_R`` (with the output bias's part) and the recomputed ``a_RF``."""
         with torch.enable_grad():
-            h, p = upcast(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
+            h = upcast(h_R2F).detach().requires_grad_()
+            p = p_R.detach().requires_grad_()
             a_RF = self._activate(h, p)
             inputs = (h,) if self.on_input else (h, p)
             dh_R2F, *dp_grads = torch.autograd.grad(a_RF, inputs, da_RF.to(a_RF.dtype))

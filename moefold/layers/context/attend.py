@@ -55,10 +55,12 @@ def local_max_logits(
 
 def all_gather_attention(record: Gathered, heads: AttentionInputs, world: World) -> Tensor:
     """Attend to keys and values gathered from all ranks; backward is a reduce-scatter."""
-    ranks, (k_TGd, v_TGv) = world.group("cp"), heads[1:3]
+    ranks = world.group("cp")
+    (k_TGd, v_TGv) = heads[1:3]
     kv_UW = all_gather(torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1), ranks)
     k_UG, v_UG = kv_UW.split([k_TGd[0].numel(), v_TGv[0].numel()], 1)
-    k_UGd, v_UGv = k_UG.unflatten(1, k_TGd.shape[1:]), v_UG.unflatten(1, v_TGv.shape[1:])
+    k_UGd = k_UG.unflatten(1, k_TGd.shape[1:])
+    v_UGv = v_UG.unflatten(1, v_TGv.shape[1:])
     tiles = rank_tiles(heads.visibility(ranks.size), ranks.index)
     return tiled(heads.q_THd, k_UGd, v_UGv, tiles, heads.scale, sinks_H=heads.sinks_H)
 
@@ -95,7 +97,9 @@ def rows_to_heads(heads: AttentionInputs, ranks: Group) -> AttentionInputs:
     """
     if ranks.size == 1:
         return heads
-    n, rows, sinks_H = ranks.size, heads[:3], heads.sinks_H
+    n = ranks.size
+    rows = heads[:3]
+    sinks_H = heads.sinks_H
     shares = [x.unflatten(1, (n, -1)).movedim(1, 0).flatten(0, 1).flatten(1) for x in rows]
     equal = [rows[0].shape[0]] * n
     arrived = all_to_all(torch.cat(shares, 1), ranks, equal, equal)

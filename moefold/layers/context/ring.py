@@ -51,22 +51,27 @@ class _RingRounds:
     ) -> None:
         self._dims = (k_TGd.shape[1:], v_TGv.shape[1:])
         self._kv_TW = torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1)
-        self._visibility, self._ranks, self._label = visibility, ranks, label
+        self._visibility = visibility
+        self._ranks = ranks
+        self._label = label
 
     def visible_rows(self, distance: int) -> VisibleRows:
         """Return this rank's query rows, and the rows they attend to, ``distance`` ranks back."""
-        rank, size = self._ranks.index, self._ranks.size
+        rank = self._ranks.index
+        size = self._ranks.size
         return self._visibility.visible_rows(rank, (rank - distance) % size)
 
     def tiles(self, distance: int) -> list[Tile]:
         """Return the tiles of local queries and visiting keys from the rank ``distance`` back."""
-        rank, first = self._ranks.index, self.visible_rows(distance).keys.start
+        rank = self._ranks.index
+        first = self.visible_rows(distance).keys.start
         owner = (rank - distance) % self._ranks.size
         return [tile.shift_keys(-first) for tile in self._visibility.tiles(rank, owner)]
 
     def sent_rows(self, distance: int) -> slice:
         """Return the local rows that the rank ``distance`` further on attends to."""
-        rank, size = self._ranks.index, self._ranks.size
+        rank = self._ranks.index
+        size = self._ranks.size
         keys = self._visibility.visible_rows((rank + distance) % size, rank).keys
         return slice(keys.start, keys.stop)
 
@@ -119,12 +124,10 @@ class _Ring(Function):
                 merged.update(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, merged.lse_TH, sinks_H)
-        ctx.scale, ctx.visibility, ctx.ranks, ctx.label = (
-            scale,
-            visibility,
-            ranks,
-            ranks.recorder.label,
-        )
+        ctx.scale = scale
+        ctx.visibility = visibility
+        ctx.ranks = ranks
+        ctx.label = ranks.recorder.label
         return out_THv
 
     @staticmethod

@@ -90,12 +90,14 @@ class Visibility:
         if key_rank < query_rank:
             # Both query pieces see the last rows of the first key piece.
             span = self._segment((key_rank + 1) * piece - 1)
-            queries, keys = self._local_rows(span, query_rank), self._local_rows(span, key_rank)
+            queries = self._local_rows(span, query_rank)
+            keys = self._local_rows(span, key_rank)
             keys = range(keys.start, min(keys.stop, piece))
         else:
             # The second query piece sees both key pieces, as far as the segment reaches.
             span = self._segment((2 * self.ranks - 1 - query_rank) * piece)
-            queries, keys = self._local_rows(span, query_rank), self._local_rows(span, key_rank)
+            queries = self._local_rows(span, query_rank)
+            keys = self._local_rows(span, key_rank)
             queries = range(max(queries.start, piece), queries.stop)
         return VisibleRows(queries, keys) if queries and keys else NO_ROWS
 
@@ -151,7 +153,8 @@ class Visibility:
                 for local_index, number in enumerate((rank, 2 * self.ranks - 1 - rank))
             ]
         for piece, shift in pieces:
-            start, end = max(span.start, piece.start), min(span.stop, piece.stop)
+            start = max(span.start, piece.start)
+            end = min(span.stop, piece.stop)
             if start < end:
                 yield range(start, end), shift
 
@@ -161,13 +164,15 @@ def _diagonal_tiles(rows: range, window: int, shift: int) -> Iterator[Tile]:
 
     Within a chunk they are causal; each row sees a band of the preceding chunk.
     """
-    first, count = rows.start + shift, len(rows) // window
+    first = rows.start + shift
+    count = len(rows) // window
     last = first + count * window
     end = rows.stop + shift
     if count:
         yield Tile(slice(first, last), slice(first, last), count)
     if count > 1:
-        queries, keys = slice(first + window, last), slice(first, last - window)
+        queries = slice(first + window, last)
+        keys = slice(first, last - window)
         yield Tile(queries, keys, count - 1, Band(window, window))
     if last < end:
         yield Tile(slice(last, end), slice(last, end), 1)
@@ -179,13 +184,9 @@ def _earlier_piece_tile(
     queries: range, keys: range, window: int, query_shift: int, key_shift: int
 ) -> Iterator[Tile]:
     """Yield the windowed tile of rows with an earlier piece, given the shifts to local rows."""
-    start, end = (
-        max(keys.start, queries.start - window + 1),
-        min(queries.stop, keys.stop - 1 + window),
-    )
+    start = max(keys.start, queries.start - window + 1)
+    end = min(queries.stop, keys.stop - 1 + window)
     if start < keys.stop and queries.start < end:
-        query_slice, key_slice = (
-            slice(queries.start + query_shift, end + query_shift),
-            slice(start + key_shift, keys.stop + key_shift),
-        )
+        query_slice = slice(queries.start + query_shift, end + query_shift)
+        key_slice = slice(start + key_shift, keys.stop + key_shift)
         yield Tile(query_slice, key_slice, 1, Band(queries.start - start, window))

@@ -119,7 +119,8 @@ class DeltaNet(LayerSpec):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield taps, decays and projections, cut by heads unless to latents; norm; output."""
-        cut, projections = ((0, self.head_units),), list(self._projections())
+        cut = ((0, self.head_units),)
+        projections = list(self._projections())
         for name, width, _ in projections[:3]:
             yield Weight(f"{name}_taps", (width, 1, self.taps), cut, product=False, summed=True)
         yield Weight("a_log", (self.value_heads,), cut, product=False, start=_log_rate)
@@ -140,7 +141,8 @@ class DeltaNet(LayerSpec):
         for name, _, rank in projections:
             if rank is not None:
                 products += [Matmul((f"{name}_down.weight",)), Matmul((f"{name}_in.weight",))]
-        mixed, width = 2 * self.keys + self.values, sum(width for _, width, _ in projections)
+        mixed = 2 * self.keys + self.values
+        width = sum(width for _, width, _ in projections)
         traffic = (
             Traffic(mixed, 2 + 2 * self.taps, 4 + 4 * self.taps, units=self.head_units),
             Traffic(self.values, 8, 14, units=self.head_units),
@@ -149,7 +151,8 @@ class DeltaNet(LayerSpec):
         launches = 20 + 6 * self.taps
         yield Operation("attention", tuple(products), traffic=traffic, launches=launches)
         flops_per_value = 2 * CHUNK + 3 * self.key_dim if self.delta else CHUNK + 2 * self.key_dim
-        moved, state = 2 * (width + self.values), self.values * self.key_dim
+        moved = 2 * (width + self.values)
+        state = self.values * self.key_dim
         scan = Scan(self.values * flops_per_value, moved, CHUNK, state)
         yield Operation("core", core=scan, launches=12)
 
@@ -161,7 +164,8 @@ class DeltaNet(LayerSpec):
         projections = list(self._projections())
         read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in projections)
         yield from saved_attention_rows(read, shape)
-        rows, width = shape.piece, shape.width
+        rows = shape.piece
+        width = shape.width
         for name, features, rank in projections:
             local_features = features // shape.tp
             if rank is not None:
@@ -172,7 +176,8 @@ class DeltaNet(LayerSpec):
                 yield Saved(name, rows * local_features * width, module="attention")
             if name in "qkv":
                 yield Saved(f"{name}.convolved", rows * local_features * width, module="attention")
-        heads, small = self.value_heads // shape.tp, self.value_heads + self.decays
+        heads = self.value_heads // shape.tp
+        small = self.value_heads + self.decays
         yield Saved("decays", small // shape.tp * STATISTIC, module="attention")
         values = rows * self.values // shape.tp * width
         yield Saved("scanned", values, module="attention")

@@ -69,9 +69,14 @@ class Dense(LayerSpec):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield gate and up projection as one weight, down projection, and latent projections."""
-        inner, lead = self.latent or hidden, (self.blocks,) * (self.blocks > 1)
-        width, read, width_dim = self.width // self.blocks, inner // self.blocks, len(lead) + 1
-        units, stacked, residual = ((width_dim, self._units()),), bool(lead), self.latent is None
+        inner = self.latent or hidden
+        lead = (self.blocks,) * (self.blocks > 1)
+        width = self.width // self.blocks
+        read = inner // self.blocks
+        width_dim = len(lead) + 1
+        units = ((width_dim, self._units()),)
+        stacked = bool(lead)
+        residual = self.latent is None
         yield Weight("w_in", (*lead, 2, width, read), units, "ffn", stacked=stacked)
         shape = (*lead, read, width)
         yield Weight("w_out", shape, units, "ffn", stacked=stacked, start="output", added=residual)
@@ -94,9 +99,11 @@ class Dense(LayerSpec):
         # Under tp the product reads gathered rows; the norm's output is saved for recompute only.
         gathered: Modules = GATHER if shape.tp > 1 else NOTHING
         recomputed: Modules = frozenset(("ffn",))
-        read, only = ("w_in",), gathered | recomputed if gathered else NOTHING
+        read = ("w_in",)
+        only = gathered | recomputed if gathered else NOTHING
         if self.latent is not None:
-            read, only = ("down.weight",), NOTHING
+            read = ("down.weight",)
+            only = NOTHING
         yield from saved_norm("ffn_norm", shape.hidden, shape, read, only, recomputed)
         if self.latent is not None:
             size = shape.rows * self.latent * shape.width

@@ -94,7 +94,8 @@ class Gqa(LayerSpec):
     @property
     def core(self) -> Attention:
         """Description of the attention core."""
-        dims, normed = (self.head_dim, self.value_dim), self.qk_norm != "none"
+        dims = (self.head_dim, self.value_dim)
+        normed = self.qk_norm != "none"
         return Attention(self.heads, self.kv_heads, *dims, head_norms=normed)
 
     @property
@@ -118,7 +119,8 @@ class Gqa(LayerSpec):
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the projections, cut by heads, and the norms of queries and keys."""
         heads, groups = self.head_units
-        dim, out = self.head_dim, self.heads * self.value_dim
+        dim = self.head_dim
+        out = self.heads * self.value_dim
         projections = (("q", heads, dim), ("k", groups, dim), ("v", groups, self.value_dim))
         for name, units, dims in projections:
             width = units.number * dims
@@ -192,7 +194,8 @@ class Gqa(LayerSpec):
 
         A separate ``v_dim`` becomes two; a ``fraction`` below 1 becomes a half.
         """
-        kv_heads, shared = small_heads(self.kv_heads, by), min(self.heads // self.kv_heads, 2)
+        kv_heads = small_heads(self.kv_heads, by)
+        shared = min(self.heads // self.kv_heads, 2)
         changed = {"heads": kv_heads * shared, "kv_heads": kv_heads, "head_dim": SMALL_HEAD}
         if self.v_dim is not None:
             changed["v_dim"] = SMALL_HEAD // 2

@@ -82,7 +82,8 @@ class Mla(LayerSpec):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield down-projections, whole on each rank, and up-projections, cut by heads."""
-        heads, rank = ((0, self._heads()),), self.q_rank
+        heads = ((0, self._heads()),)
+        rank = self.q_rank
         queries = self.heads * (self.nope_dim + self.rope_dim)
         if rank is None:
             yield Weight("q.weight", (queries, hidden), heads)
@@ -102,7 +103,8 @@ class Mla(LayerSpec):
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield down-projections and output projection, up-projections, and the core."""
         products = [Matmul(("kv_down.weight",), "own"), Matmul(("o.weight",))]
-        up, latents = [Matmul(("kv_up.weight",))], self.kv_rank + self.rope_dim
+        up = [Matmul(("kv_up.weight",))]
+        latents = self.kv_rank + self.rope_dim
         if self.q_rank is None:
             products.append(Matmul(("q.weight",)))
         else:
@@ -122,7 +124,8 @@ class Mla(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed rows, latents before and after their norms, and the core's tensors."""
-        down, needed_by = ["kv_down.weight"], NOTHING
+        down = ["kv_down.weight"]
+        needed_by = NOTHING
         if self.q_rank is not None:
             down.append("q_down.weight")
         elif shape.tp == 1:

@@ -135,7 +135,8 @@ class Family(Record):
     def blocks(self) -> Sequence[Block]:
         """Return all blocks in order: dense if ``shape`` says so, else with experts."""
         own = {name: getattr(self, name) for name in self.attention_fields}
-        dense, sparse = Dense(width=self.shape.resolved_dense_width), self.moe()
+        dense = Dense(width=self.shape.resolved_dense_width)
+        sparse = self.moe()
         more = {**self.block_fixed, **{name: getattr(self, name) for name in self.block_fields}}
         unique: dict[tuple[Record, bool], Block] = {}
         blocks: list[Block] = []
@@ -183,7 +184,8 @@ class Family(Record):
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:
         """Infer the record from a decoder's blocks, without checking that it describes them."""
-        moe, attention = first_moe(decoder), decoder.blocks[0].attention
+        moe = first_moe(decoder)
+        attention = decoder.blocks[0].attention
         shape = cls.model_fields["shape"].annotation.of(decoder)  # type: ignore[union-attr]
         own = {name: getattr(moe.router, name) for name in cls.router_fields}
         own |= {name: getattr(attention, name) for name in cls.attention_fields}
@@ -232,7 +234,8 @@ class Family(Record):
             if name in needed or not reader.is_null(hf_name)
         }
         reader.ignore(*cls.hf_sizes)
-        tokens, block = reader.special_tokens(), reader.fp8_block()
+        tokens = reader.special_tokens()
+        block = reader.fp8_block()
         reader.finish()
         model = cls(**(fields | values | {"shape": sizes | values["shape"]}))
         raise_violations((v.under("shape") for v in model.shape.rules()), "config.json: ")
@@ -377,7 +380,8 @@ class Family(Record):
             if value := getattr(self.router, name):
                 yield Violation(("router", name), value, f"must be 0: shape.{name} sets it", 0)
         for name in self.router_fields:
-            value, default = getattr(self, name), type(self).model_fields[name].default
+            value = getattr(self, name)
+            default = type(self).model_fields[name].default
             if value != default:
                 rule = "must be left out if router is given; set it under router instead"
                 yield Violation((name,), value, rule, default)

@@ -25,8 +25,10 @@ def read_dense(
     Raises:
         ValueError: if the numbers do not fit, with the nearest ones that do.
     """
-    top_k, near = top_k or 2 * shards, max(1, (experts or 8) // shards) * shards
-    dense, width = MOE_FAMILY[config["model_type"]], config.get("intermediate_size") or 0
+    top_k = top_k or 2 * shards
+    near = max(1, (experts or 8) // shards) * shards
+    dense = MOE_FAMILY[config["model_type"]]
+    width = config.get("intermediate_size") or 0
     valid = {
         "experts": experts is not None and experts % shards == 0,
         "top-k": top_k % shards == 0 and top_k <= (experts or top_k),

@@ -172,7 +172,9 @@ class Rotary(ConfigField):
 
     def read(self, config: ConfigReader) -> Values:
         """Read theta, scaling, fraction and layout."""
-        softmax, fraction, parameters = self.scales_softmax, self.fraction, self.default_parameters
+        softmax = self.scales_softmax
+        fraction = self.fraction
+        parameters = self.default_parameters
         rope = read_rope(
             config, self.theta, scales_softmax=softmax, fraction=fraction, parameters=parameters
         )
@@ -184,7 +186,8 @@ class Rotary(ConfigField):
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the fields; layout and fraction only if the family has fields for them."""
-        rope, written = model.rope, rope_fields(model.rope, model.context)
+        rope = model.rope
+        written = rope_fields(model.rope, model.context)
         if self.layout_field is not None:
             written[self.layout_field] = rope.layout == "interleaved"
         if self.default_parameters and rope.yarn is None and rope.bands is None:
@@ -273,7 +276,8 @@ class GroupLimits(ConfigField):
     """``n_group`` and ``topk_group``; one group means no groups."""
 
     def read(self, config: ConfigReader) -> Values:
-        count, keep = config.get("n_group", int, 1), config.get("topk_group", int, 1)
+        count = config.get("n_group", int, 1)
+        keep = config.get("topk_group", int, 1)
         return {"groups": Groups(count=count, keep=keep) if count > 1 else None}
 
     def write(self, model: Any) -> Mapping[str, Any]:
@@ -286,7 +290,8 @@ class TopkMethod(ConfigField):
 
     def read(self, config: ConfigReader) -> Values:
         config.require_one_of("topk_method", "greedy", "group_limited_greedy")
-        count, keep = config.get("n_group", int, 1), config.get("topk_group", int, 1)
+        count = config.get("n_group", int, 1)
+        keep = config.get("topk_group", int, 1)
         if config.get("topk_method", str, "greedy") == "greedy":
             return {"groups": None}
         return {"groups": Groups(count=count, keep=keep, score="max")}

@@ -10,7 +10,8 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
-_AUX, _THETA = 1e-2, 5e5
+_AUX = 1e-2
+_THETA = 5e5
 
 
 @MODEL.register

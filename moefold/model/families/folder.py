@@ -20,7 +20,8 @@ from moefold.moe.config import Capacity, Moe
 
 MULTI_TOKEN_FIELD = "num_nextn_predict_layers"
 """Field of ``config.json`` with the number of multi-token prediction blocks."""
-INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 * 2**20
+INDEX = "model.safetensors.index.json"
+INDEX_LIMIT = 64 * 2**20
 CONFIG_LIMIT = 4 * 2**20
 """Largest size of a ``config.json`` in bytes; released ones have a few thousand."""
 
@@ -85,7 +86,8 @@ class Folder(Record):
         """
         raise_violations(self.violations(vocab))
         decoder = self.read_config().decoder
-        blocks, changes = list(decoder.blocks), dict[str, Any](capacity=self.capacity)
+        blocks = list(decoder.blocks)
+        changes = dict[str, Any](capacity=self.capacity)
         if self.balance is not None:
             changes["balance"] = self.balance
         for n, block in enumerate(blocks):

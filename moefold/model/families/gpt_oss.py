@@ -13,7 +13,8 @@ from moefold.model.families.special_fields import SwigluFields
 from moefold.moe.config import Aux
 
 _THETA = 150000.0
-_MOE, _HF = "layers.{i}.moe", "model.layers.{i}.mlp"
+_MOE = "layers.{i}.moe"
+_HF = "model.layers.{i}.mlp"
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -10,7 +10,8 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
-_MOE, _HF = "layers.{i}.moe", "model.layers.{i}.block_sparse_moe"
+_MOE = "layers.{i}.moe"
+_HF = "model.layers.{i}.block_sparse_moe"
 _SHARED = "model.layers.{i}.shared_mlp"
 
 

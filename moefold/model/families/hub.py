@@ -89,7 +89,8 @@ class ConfigReader:
         If it is absent, a default of the family (``Family.field_defaults``) takes precedence. A
         field without a default is required. ``finish`` raises the problems.
         """
-        usual, name = name, self._actual_name(name)
+        usual = name
+        name = self._actual_name(name)
         self._read.add(name)
         if name not in self.config and usual in self._defaults:
             return self._defaults[usual]
@@ -294,7 +295,8 @@ def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) 
 
 def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
     """Return the fields of rotary positions and context, in the form that all releases read."""
-    yarn, bands = rope.yarn, rope.bands
+    yarn = rope.yarn
+    bands = rope.bands
     longest = context or (round(yarn.factor * yarn.original_length) if yarn else 4096)
     fields = {"max_position_embeddings": longest, "rope_theta": rope.theta}
     scaling: dict[str, Any]

@@ -18,7 +18,8 @@ RENAMED = {
     "n_group": "num_expert_group",
     "max_position_embeddings": "model_max_length",
 }
-FORGET, MOE = {"forget_gate.": ""}, {".mlp.": ".block_sparse_moe."}
+FORGET = {"forget_gate.": ""}
+MOE = {".mlp.": ".block_sparse_moe."}
 EXPERTS = {"}.gate_proj": "}.w1", "}.up_proj": "}.w3", "}.down_proj": "}.w2"}
 GATES = {"decay_down": "forget_gate.f_a_proj", "decay_in": "forget_gate.f_b_proj"}
 GATES |= {"gate_down": "g_a_proj", "gate_in": "g_b_proj"}

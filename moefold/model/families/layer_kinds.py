@@ -8,16 +8,21 @@ from moefold.layers.config import Rope, Temperature
 from moefold.model.families.fields import ConfigField, FieldValue, Rotary, Values
 from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 _SLIDING_THETA = "swa_rope_theta"
 IsFull = Callable[[ConfigReader, int], bool]
 """A function that returns whether a layer has full attention."""
-_START, _END, _STEP = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
+_START = "moe_layer_start_index"
+_END = "moe_layer_end_index"
+_STEP = "moe_layer_interval"
 
 
 def read_kinds(config: ConfigReader, name: str, kinds: tuple[str, str], default: Any) -> list[str]:
     """Read the kind of each layer, one of two."""
-    layers, values = config.get("num_hidden_layers", int), config.get(name, list, default)
+    layers = config.get("num_hidden_layers", int)
+    values = config.get(name, list, default)
     if len(values) != layers or not all(value in kinds for value in values):
         choice = " or ".join(kinds)
         config.add_problem(f"{name} must be {choice} for each of {layers} layers")
@@ -54,7 +59,8 @@ class DenseKinds(ConfigField):
         return {"shape.dense_layers": layer_numbers(kinds, "dense")}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        dense, layers = model.shape.dense, range(model.shape.layers)
+        dense = model.shape.dense
+        layers = range(model.shape.layers)
         return {"mlp_layer_types": ["dense" if n in dense else "sparse" for n in layers]}
 
 
@@ -76,8 +82,10 @@ class ExpertLayers(ConfigField):
     """First and last layer with experts, and the step between them (ERNIE 4.5)."""
 
     def read(self, config: ConfigReader) -> Values:
-        layers, step = config.get("num_hidden_layers", int), config.get_interval(_STEP, 1)
-        start, end = config.get(_START, int, 1), config.get(_END, int, -1)
+        layers = config.get("num_hidden_layers", int)
+        step = config.get_interval(_STEP, 1)
+        start = config.get(_START, int, 1)
+        end = config.get(_END, int, -1)
         sparse = self.sparse(start, layers - 1 if end == -1 else end, step, layers)
         return {"shape.dense_layers": tuple(n for n in range(layers) if n not in sparse)}
 
@@ -116,7 +124,8 @@ class MixerKinds(ConfigField):
         return {"shape.full_layers": layer_numbers(kinds, FULL)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        full, layers = model.shape.full_layers, range(model.shape.layers)
+        full = model.shape.full_layers
+        layers = range(model.shape.layers)
         return {"layer_types": [FULL if n in full else self.other for n in layers]}
 
 
@@ -203,7 +212,8 @@ class LingDeltaNets(ConfigField):
 
     def write(self, model: Any) -> Mapping[str, Any]:
         net = model.shape.linear
-        bounded, dim = net.decay_floor is not None, net.head_dim
+        bounded = net.decay_floor is not None
+        dim = net.head_dim
         gate = {"kda_safe_gate": bounded, "kda_lower_bound": net.decay_floor or -5.0}
         return gate | {"head_dim": dim, "linear_head_dim": dim, "linear_conv_kernel_dim": net.taps}
 
@@ -218,7 +228,8 @@ class ExpertList(ConfigField):
         return {"shape.dense_layers": tuple(n for n in range(layers) if n not in sparse)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        layers, dense = range(model.shape.layers), model.shape.dense
+        layers = range(model.shape.layers)
+        dense = model.shape.dense
         return {"moe_layers": [n for n in layers if n not in dense]}
 
 
@@ -249,7 +260,8 @@ class ChunkKinds(ConfigField):
         }
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        shape, tuned = model.shape, model.shape.temperature
+        shape = model.shape
+        tuned = model.shape.temperature
         has_rope = [int(n not in shape.full_layers) for n in range(shape.layers)]
         steps = {"floor_scale": tuned.every, "attn_scale": tuned.scale} if tuned else {}
         return steps | {

@@ -13,9 +13,12 @@ from moefold.model.families.special_fields import BiasSwitch, TiedField
 from moefold.moe.config import Bias
 
 _THETA = 1e6
-_LAYER, _EXPERTS, _HF = "layers.{i}", "layers.{i}.moe.experts", "model.layers.{i}"
+_LAYER = "layers.{i}"
+_EXPERTS = "layers.{i}.moe.experts"
+_HF = "model.layers.{i}"
 _FFN = f"{_HF}.feed_forward"
-_PACKED, _EXPERT = f"{_FFN}.experts", f"{_FFN}.experts.{{e}}"
+_PACKED = f"{_FFN}.experts"
+_EXPERT = f"{_FFN}.experts.{{e}}"
 _GATE_UP = f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight"
 _ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
 _ATTENTION |= {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}

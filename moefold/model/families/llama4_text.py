@@ -12,7 +12,8 @@ from moefold.model.families.mixed_sizes import ChunkedSizes
 from moefold.moe.config import Aux
 
 _THETA = 5e5
-_MOE, _HF = "layers.{i}.moe", "model.layers.{i}.feed_forward"
+_MOE = "layers.{i}.moe"
+_HF = "model.layers.{i}.feed_forward"
 
 
 @MODEL.register

@@ -11,7 +11,8 @@ from moefold.model.families.mixed_sizes import TwoKindSizes
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.special_fields import MIMO, ExclusiveWindow, NullableFactor
 
-_THETA, _FRACTION = 5e6, 0.334
+_THETA = 5e6
+_FRACTION = 0.334
 
 
 @MODEL.register

@@ -156,7 +156,9 @@ def pieces(
 ) -> tuple[TensorPiece, ...]:
     """Return the tensors on disk that make up one parameter of ``shape`` in a layout."""
     names = mapping.packed if layout == "packed" and mapping.packed else mapping.hf_names
-    rows, perm, per_expert = mapping.rows, mapping.perm, "{e}" in names[0]
+    rows = mapping.rows
+    perm = mapping.perm
+    per_expert = "{e}" in names[0]
     if rows is not None and (names is mapping.packed or not mapping.packed):
         stored = (rows.groups * rows.total, *shape[1:])
         return (TensorPiece(names[0].format(i=layer), stored, (), rows=rows),)
@@ -250,7 +252,8 @@ def attention_names(parts: Mapping[str, str], ending: str = "weight") -> Table:
 
 def layer_names(parts: Mapping[str, str], prefix: str = "", hf_prefix: str = "") -> Table:
     """Return mappings of each layer; ``parts`` has Hugging Face names by name, without prefixes."""
-    at, hf_at = f"layers.{{i}}.{prefix}", f"model.layers.{{i}}.{hf_prefix}"
+    at = f"layers.{{i}}.{prefix}"
+    hf_at = f"model.layers.{{i}}.{hf_prefix}"
     return tuple(param(at + name, hf_at + hf_name) for name, hf_name in parts.items())
 
 
@@ -276,7 +279,9 @@ def expert_names(
 
     In the per-expert layout experts are in ``module``, with a matrix for each of ``parts``.
     """
-    at, packed_at, moe = f"model.layers.{{i}}.{module}", "model.layers.{i}.mlp", "layers.{i}.moe"
+    at = f"model.layers.{{i}}.{module}"
+    packed_at = "model.layers.{i}.mlp"
+    moe = "layers.{i}.moe"
     *w_in, w_out = (f"{at}.experts.{{e}}.{part}.weight" for part in parts)
     return (
         param(f"{moe}.router.weight", f"{at}.{gate}", packed=f"{packed_at}.{packed}"),
@@ -361,8 +366,10 @@ def bias_names(
     unit_dims: tuple[int, int] = (0, 0),
 ) -> Table:
     """Return the mapping of the selection bias in both layouts."""
-    at, bias = "model.layers.{i}", "layers.{i}.moe.router.selection_bias"
-    names, packed_names = (f"{at}.{name}",), (f"{at}.{packed or name}",)
+    at = "model.layers.{i}"
+    bias = "layers.{i}.moe.router.selection_bias"
+    names = (f"{at}.{name}",)
+    packed_names = (f"{at}.{packed or name}",)
     return (ParamMapping(bias, names, packed_names, unit_dims=unit_dims),)
 
 

@@ -29,7 +29,9 @@ from moefold.model.families.registry import family_of
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
 from moefold.spec.layer import Weight
 
-CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
 BASE = "base_model_name_or_path"
 IDENTITY = "base_identity"
 """Key, in the tensor file's metadata, of the identity of the base model."""
@@ -251,7 +253,8 @@ def peft_config(
         targets["target_modules" if site.parameter is None else "target_parameters"].append(target)
         size = sizes[site.weight.name]
         if size != (rank, scale):
-            ranks[target], alphas[target] = size[0], _alpha(*size)
+            ranks[target] = size[0]
+            alphas[target] = _alpha(*size)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -354,7 +354,9 @@ def _read_header(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str,
         complete = file.stat().st_size == 8 + size + max(ends, default=0)
         shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        complete, shapes, metadata = False, {}, {}
+        complete = False
+        shapes = {}
+        metadata = {}
     if not complete or not isinstance(metadata, dict):
         raise ValueError(f"{file} is not a complete safetensors file; copy it again")
     return shapes, metadata

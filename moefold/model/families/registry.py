@@ -8,7 +8,8 @@ from moefold.config.suggest import closest
 from moefold.model.config import MAX_LAYERS, MODEL, Decoder
 from moefold.model.families.base import Family, ParsedConfig
 
-_SPACE, _INDEXER = "state-space layers", "the indexer of sparse attention"
+_SPACE = "state-space layers"
+_INDEXER = "the indexer of sparse attention"
 _HYPER = "hyper-connections between layers"
 MISSING_PARTS: Mapping[str, str] = {
     "deepseek_v32": _INDEXER,

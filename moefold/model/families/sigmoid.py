@@ -45,7 +45,8 @@ class SigmoidFamily(Family):
         """Check the rules of all families, fixed router settings, and the score of groups."""
         yield from super().rules()
         for name in set(SigmoidFamily.router_fields).difference(self.router_fields):
-            value, default = getattr(self, name), type(self).model_fields[name].default
+            value = getattr(self, name)
+            default = type(self).model_fields[name].default
             if value != default:
                 yield Violation((name,), value, f"must be {default} in this family", default)
         rule = "this family must score a group by the sum of its two best experts"

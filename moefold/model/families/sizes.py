@@ -57,7 +57,8 @@ class FamilySizes(Record):
         They must not name all layers, nor any unless ``allow_any``. With ``allow_all`` they must
         name at least one, and may name all.
         """
-        value, last = getattr(self, key), self.layers - 1
+        value = getattr(self, key)
+        last = self.layers - 1
         legal = sorted({n for n in value if 0 <= n <= last and allow_any})
         legal = (legal or [0]) if allow_all else legal[:last]
         if list(value) != legal:

@@ -62,7 +62,8 @@ class MupScale(ConfigField):
         Raises:
             ValueError: if the factor is neither 1 nor the square root.
         """
-        root, factor = model.shape.hidden**0.5, model.embed_scale
+        root = model.shape.hidden**0.5
+        factor = model.embed_scale
         if factor not in (1.0, root):
             raise ValueError(f"embed_scale is {factor}; {model.model_type} supports 1 or {root}")
         return {"mup_enabled": factor == root}
@@ -144,7 +145,8 @@ class ExclusiveWindow(WindowKinds):
 
     def read(self, config: ConfigReader) -> Values:
         """Read both; ``sliding_window_size`` of released folders takes precedence."""
-        values, size = super().read(config), config.get("sliding_window_size", int, None)
+        values = super().read(config)
+        size = config.get("sliding_window_size", int, None)
         return values | ({"shape.window": size + 1} if values and size else {})
 
 

@@ -28,12 +28,14 @@ class AllGatherDispatch(Dispatcher[AllGather]):
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Gather counts and all rows, and sort the copies for local experts."""
-        ranks, ep = world.group("tp_ep"), world.group("ep")
+        ranks = world.group("tp_ep")
+        ep = world.group("ep")
         per_rank = self._experts // ep.size
         copies_P = count(rank_of_expert(tokens.experts_TK, per_rank), ep.size)
         rows_1 = copies_P.new_full((1,), tokens.x_TD.shape[0])
         counts_PSC = gather_counts(torch.cat([rows_1, copies_P]), world)
-        rows_PS, copies_PS = counts_PSC[..., 0], counts_PSC[..., 1 + ep.index]
+        rows_PS = counts_PSC[..., 0]
+        copies_PS = counts_PSC[..., 1 + ep.index]
         *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))()
         gathered = self.exchange_tokens(tokens, partial(gather_rows, group=ranks, counts=rows))
         slots_AK = gathered.experts_TK - ep.index * per_rank

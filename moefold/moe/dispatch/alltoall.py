@@ -35,17 +35,20 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Exchange counts, then copies; sort the received copies by expert."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
-        ep, etp = world.group("ep"), world.group("etp")
+        ep = world.group("ep")
+        etp = world.group("etp")
         order = sort_copies(experts_TK, self._experts, no_drop)
         counts, incoming_Xe = exchange_counts(order, world)
         read_counts = host_counts(counts)
         if not no_drop:
             order = order.first(sum(read_counts()[: ep.size]))
         # Without drops, copies are sorted before the host knows the split sizes.
-        x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
+        x_RD = order.rows(x_TD, no_drop)
+        p_R = order.entries(weights_TK, no_drop)
         numbers = read_counts()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
-        x_RD, p_R = plan.send_rows(x_RD, ep, etp, self.wire), plan.send_rows(p_R, ep, etp)
+        x_RD = plan.send_rows(x_RD, ep, etp, self.wire)
+        p_R = plan.send_rows(p_R, ep, etp)
         by_expert = sort_received(incoming_Xe, sum(plan.slices))
         sent = sort_rows(x_RD, p_R[:, None], by_expert, no_drop=True)
         return sent._replace(handle=(order.token_R, order.row_TK, *sent.handle, plan))
@@ -66,7 +69,8 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Exchange counts of rows and copies, then rows; copy and sort the received rows."""
-        ep, etp = world.group("ep"), world.group("etp")
+        ep = world.group("ep")
+        etp = world.group("etp")
         per_rank = self._experts // ep.size
         order, rank_TK = sort_tokens(tokens, per_rank, ep.size)
         copies_P = count(rank_of_expert(tokens.experts_TK, per_rank), ep.size)

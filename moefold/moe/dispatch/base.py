@@ -58,7 +58,8 @@ class Dispatcher(Generic[Config]):
     """Codec of rows and of gradients of results; None sends them unquantised."""
 
     def __init__(self, record: Config, experts: int) -> None:
-        self._record, self._experts = record, experts
+        self._record = record
+        self._experts = experts
 
     def exchange_tokens(self, tokens: RoutedTokens, send: Callable[..., Tensor]) -> RoutedTokens:
         """Return rows (encoded by ``wire``), weights and expert ids after ``send``."""
@@ -124,5 +125,6 @@ def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Disp
 
 def sort_rows(x_TD: Tensor, weights_TK: Tensor, order: Permutation, no_drop: bool) -> Dispatched:
     """Return copies in ``order``, sorted by expert; the handle is that of :func:`permute`."""
-    x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
+    x_RD = order.rows(x_TD, no_drop)
+    p_R = order.entries(weights_TK, no_drop)
     return Dispatched(x_RD, order.offs_B, p_R, (order.token_R, order.row_TK))

@@ -36,7 +36,8 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         """Send rows with their weights and ids; copy and sort the received rows."""
         x_TD, weights_TK, experts_TK, _ = tokens
         check_rows(self._record, x_TD)
-        buffer, per_rank = self._buffer(x_TD, world), self._experts // world.group("ep").size
+        buffer = self._buffer(x_TD, world)
+        per_rank = self._experts // world.group("ep").size
         ids_TK = torch.where(experts_TK < self._experts, experts_TK, -1)
 
         def send(x_TD: Tensor, weights_TK: Tensor) -> NativeArrival:
@@ -69,7 +70,8 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         """Sum a token's results on each rank; ``combine`` sums these over ranks."""
         token_R, row_NK, *parts = handle
         y_ND = unpermute_rows(y_RD, token_R, row_NK)
-        buffer, native = self._buffer(y_ND, world), native_handle(*parts)
+        buffer = self._buffer(y_ND, world)
+        native = native_handle(*parts)
 
         def send(y_ND: Tensor) -> NativeArrival:
             out_TD, *_ = buffer.combine(x=y_ND.contiguous(), handle=native)
@@ -82,8 +84,10 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
 
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
         """Return the buffer shared by all rows of this size; it holds no rows between calls."""
-        buffer_type, group = self._module.Buffer, world.group("ep")
-        ranks, row_bytes = group.size, x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
+        buffer_type = self._module.Buffer
+        group = world.group("ep")
+        ranks = group.size
+        row_bytes = x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
 
         def make() -> Any:
             """Make a buffer of the size that DeepEP's configurations suggest."""

@@ -33,7 +33,8 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         """Send rows with the routing map and their weights in its shape."""
         x_TD, weights_TK, experts_TK, _ = tokens
         check_rows(self._record, x_TD)
-        rows, buffer = x_TD.shape[0], self._buffer(x_TD, world)
+        rows = x_TD.shape[0]
+        buffer = self._buffer(x_TD, world)
         chosen_TE = torch.zeros(rows, self._experts + 1, dtype=torch.bool, device=x_TD.device)
         chosen_TE = chosen_TE.scatter(1, experts_TK, True)[:, :-1].contiguous()
         probs_TE = weights_TK.new_zeros(rows, self._experts + 1, dtype=torch.float32)
@@ -50,7 +51,8 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
             return (x_RD, probs_R), (counts_E,), native
 
         def reverse(native: Handle, dx_RD: Tensor, dprobs_R: Tensor, *_: Any) -> Handle:
-            dx_RD, dprobs_R = dx_RD.contiguous(), dprobs_R.float().contiguous()
+            dx_RD = dx_RD.contiguous()
+            dprobs_R = dprobs_R.float().contiguous()
             return buffer.combine_with_unpermute(hidden=dx_RD, probs=dprobs_R, handle=native)
 
         sent = NativeExchange.apply(send, reverse, x_TD.contiguous(), probs_TE)
@@ -59,7 +61,9 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Send each copy's result back, and sum the results of each token."""
-        buffer, native, copies = self._buffer(y_RD, world), native_handle(*handle), y_RD.shape[0]
+        buffer = self._buffer(y_RD, world)
+        native = native_handle(*handle)
+        copies = y_RD.shape[0]
 
         def send(y_RD: Tensor) -> NativeArrival:
             out_TD, _ = buffer.combine_with_unpermute(hidden=y_RD.contiguous(), handle=native)
@@ -77,7 +81,9 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
 
         It accepts fewer rows, and grows for more.
         """
-        buffer_type, group, hidden = self._module.HybridEPBuffer, world.group("ep"), x_XD.shape[1]
+        buffer_type = self._module.HybridEPBuffer
+        group = world.group("ep")
+        hidden = x_XD.shape[1]
         return world.cached(
             (buffer_type, hidden, self._experts),
             lambda: buffer_type(

@@ -61,7 +61,8 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
         )
 
     def _buffer(self, hidden: int, top_k: int, world: World) -> Any:
-        ep, group = self._module, world.group("ep")
+        ep = self._module
+        group = world.group("ep")
         sizes = {
             "max_tokens_per_rank": self._record.max_rows,
             "recv_capacity_per_rank": group.size * self._record.max_rows * top_k,

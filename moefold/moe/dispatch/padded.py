@@ -29,7 +29,8 @@ class PaddedDispatch(Dispatcher[FixedShape]):
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Place copies in the rows of their rank, send all rows, and sort the filled ones."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
-        ep, entries = world.group("ep"), experts_TK.shape[1]
+        ep = world.group("ep")
+        entries = experts_TK.shape[1]
         room = self._record.rows_per_pair(ep.size)
         per_rank = self._experts // ep.size
         rows = ep.size * room

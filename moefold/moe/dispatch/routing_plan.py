@@ -122,7 +122,8 @@ def exchange_counts(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
         int64 numbers for the host: rows to each rank of ``ep``, then rows from each of them, for
         each rank of ``etp`` in turn; and the rows [X, e] from each sender for each local expert.
     """
-    sizes, rank = world.folding.sizes, world.group("ep").index
+    sizes = world.folding.sizes
+    rank = world.group("ep").index
     local = order.offs_B.shape[0] // sizes.ep
     if device_uses_triton(order.offs_B.device.type):
         ends_PSB = gather_counts(order.offs_B, world)

@@ -27,7 +27,8 @@ class SpreadDispatch(PaddedDispatch):
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Deal copies, derive the expert of each from all ranks' counts, and forward them."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
-        ep, entries = world.group("ep"), experts_TK.shape[1]
+        ep = world.group("ep")
+        entries = experts_TK.shape[1]
         dealt = self._record.dealt_rows(ep.size)
         rows = ep.size * dealt
         order = sort_copies(experts_TK, self._experts, no_drop)

@@ -46,7 +46,8 @@ class NativeExchange(Function):
         received, extra, native = send(*sent)
         settings = tuple(None if isinstance(part, Tensor) else (part,) for part in native)
         tensors = [part for part in native if isinstance(part, Tensor)]
-        ctx.reverse, ctx.settings = reverse, settings
+        ctx.reverse = reverse
+        ctx.settings = settings
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*tensors, *(x for x in extra if isinstance(x, Tensor)))
         return *received, *extra, settings, *tensors

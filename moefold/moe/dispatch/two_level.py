@@ -34,14 +34,18 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Exchange the counts of both hops; send rows by node, then by rank; sort them there."""
         inside, across = world.split("ep", self._record.node)
-        etp, per_rank = world.group("etp"), self._experts // world.group("ep").size
+        etp = world.group("etp")
+        per_rank = self._experts // world.group("ep").size
         per_node = per_rank * inside.size
         order, node_TK = sort_tokens(tokens, per_node, across.size)
         *numbers, copies = host_counts(
             self._counts(order.counts_B, tokens.experts_TK, per_rank, world)
         )()
-        nodes, ranks = across.size, inside.size
-        send, receive, second = numbers[:nodes], numbers[nodes : 2 * nodes], numbers[2 * nodes :]
+        nodes = across.size
+        ranks = inside.size
+        send = numbers[:nodes]
+        receive = numbers[nodes : 2 * nodes]
+        second = numbers[2 * nodes :]
         plan = ExchangePlan.of(second[:ranks], second[ranks:], etp)
         order = order.first(sum(send))
         packed = pack(tokens, order, node_TK, per_node)
@@ -59,7 +63,9 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         """Sum a token's results on each expert rank, on each node, then on its own rank."""
         inside, across = world.split("ep", self._record.node)
         token_T, row_T, token_N, row_N, token_R, row_R, send, receive, plan = handle
-        y_RD, etp, wire = unpermute_rows(y_RD, token_R, row_R), world.group("etp"), self.wire
+        y_RD = unpermute_rows(y_RD, token_R, row_R)
+        etp = world.group("etp")
+        wire = self.wire
         y_ND = unpermute_rows(plan.return_rows(y_RD, inside, etp, wire), token_N, row_N)
         y_ND = all_to_all(y_ND, across, receive, send, wire, combine=True)
         return unpermute_rows(y_ND, token_T, row_T)
@@ -71,7 +77,10 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         exchange how many of their tokens need each node and each rank.
         """
         inside, across = world.split("ep", self._record.node)
-        ep, etp, node, place = world.group("ep"), world.group("etp"), across.index, inside.index
+        ep = world.group("ep")
+        etp = world.group("etp")
+        node = across.index
+        place = inside.index
         rank_TK = rank_of_expert(experts_TK, per_rank)
         ranks_P = count(distinct_ranks(rank_TK, ep.size), ep.size)
         counts = gather_counts(torch.cat([nodes_N, ranks_P, count(rank_TK, ep.size)]), world)

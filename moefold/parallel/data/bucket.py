@@ -54,7 +54,8 @@ def assign_slots(
     shapes: Iterable[tuple[str, tuple[int, ...]]], ranks: int
 ) -> tuple[list[BucketSlot], int]:
     """Return the parameters' slots, and the length of each rank's run."""
-    slots, end = [], 0
+    slots = []
+    end = 0
     for name, shape in shapes:
         slots.append(BucketSlot(name, shape, end))
         end = aligned(slots[-1].stop)
@@ -71,7 +72,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     rest = shape[1:]
     inner = math.prod(rest)
     full = tuple((0, size) for size in rest)
-    a, b = -(-start // inner), stop // inner
+    a = -(-start // inner)
+    b = stop // inner
     if a > b:  # inside one index
         return [((b, a), *box) for box in boxes(rest, start - b * inner, stop - b * inner)]
     covering: list[Box] = []
@@ -128,8 +130,10 @@ class Bucket:
         master_device: torch.device | None = None,
     ) -> None:
         first = next(iter(parameters.values()))
-        self.unit, self.dtype = unit, dtype
-        self.shard_group, self.replica_group = shard_group, replica_group
+        self.unit = unit
+        self.dtype = dtype
+        self.shard_group = shard_group
+        self.replica_group = replica_group
         self.is_unsharded = shard_group.size == 1
         self.keeps_weights = keeps_weights or self.is_unsharded
         self.offloaded = master_device is not None

@@ -32,9 +32,11 @@ class CodedBucket(Bucket):
     def __init__(self, narrow: Mapping[str, Narrow], slice_group: Group, *args: Any) -> None:
         self._recipe = next(iter(narrow.values())).recipe
         self._form = form = self._recipe.format("weight")
-        self.storage_dtype, self.elements_per_item = torch.uint8, 2 if form.element is None else 1
+        self.storage_dtype = torch.uint8
+        self.elements_per_item = 2 if form.element is None else 1
         super().__init__(*args)
-        self._slice_group, self._narrow = slice_group, narrow
+        self._slice_group = slice_group
+        self._narrow = narrow
         self._grids = {
             name: BlockGrid.of(form, slot.shape, narrow[name].first_expert is not None)
             for name, slot in self.slots.items()

@@ -21,7 +21,9 @@ class GradReducer:
     """
 
     def __init__(self, units: Units, uses: Mapping[str, int], each_pass: bool) -> None:
-        self._units, self._remaining, self._each_pass = units, dict(uses), each_pass
+        self._units = units
+        self._remaining = dict(uses)
+        self._each_pass = each_pass
         self._reducing: Sequence[Bucket] = ()
 
     def mark_complete(self, unit: str) -> None:
@@ -54,8 +56,10 @@ class FsdpHooks(UnshardHooks):
         reducer: GradReducer | None = None,
         deferred: bool = False,
     ) -> None:
-        self._units, self._order = units, order
-        self._reducer, self._deferred = reducer, deferred
+        self._units = units
+        self._order = order
+        self._reducer = reducer
+        self._deferred = deferred
         self._prefetched: set[str] = set()
         self._awaiting_gradients: list[str] = []
         self._in_backward: set[str] = set()
@@ -109,7 +113,8 @@ class FsdpHooks(UnshardHooks):
         # Autograd skips post_backward of units whose inputs need no gradient.
         for unit in [*self._in_backward, *self._prefetched]:
             self._reshard(unit)
-        self._in_backward, self._prefetched = set(), set()
+        self._in_backward = set()
+        self._prefetched = set()
         for unit in list(self._awaiting_gradients):
             self._complete(unit)
 

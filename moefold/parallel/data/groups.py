@@ -38,7 +38,9 @@ class SharedGroups:
         buckets: Iterable[Bucket],
         recipe: PrecisionPolicy,
     ) -> None:
-        self._shards, self._first_element, self._recipe = shards, dict[str, int](), recipe
+        self._shards = shards
+        self._first_element = dict[str, int]()
+        self._recipe = recipe
         self._device = torch.device("cpu")
         cut: dict[Group, dict[tuple[str, int], None]] = {}
         for bucket in buckets:
@@ -59,7 +61,8 @@ class SharedGroups:
 
     def position(self, name: str) -> MomentPosition:
         """Return the position of this rank's elements in a parameter."""
-        shard, first = self._shards[name], self._first_element.get(name, 0)
+        shard = self._shards[name]
+        first = self._first_element.get(name, 0)
         return MomentPosition(name, first, shard.box, shard.shape, self._recipe.seed)
 
     def maxima(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
@@ -91,7 +94,8 @@ def group_boxes(
     local = ElementRun(run[0], run[1] - run[0], shard.local_shape[-1], size)
     *lead, (start, stop) = shard.box
     group_box = *lead, (start // size, -(-stop // size))
-    groups, offset = local.groups, 0
+    groups = local.groups
+    offset = 0
     # A cut group is a separate box, which all ranks with part of the group name alike.
     cut = local.partial_groups
     borders = {groups[0], groups[-1] + 1, *cut, *(group + 1 for group in cut)}

@@ -81,7 +81,8 @@ class ShardedMatrices:
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's pieces of all owners' matrices, in the shapes of ``like``."""
-        remaining, pieces = iter(matrices), dict[str, Tensor]()
+        remaining = iter(matrices)
+        pieces = dict[str, Tensor]()
         for group in self._groups:
             pieces |= group.scatter([next(remaining) for _ in group.owned], like)
         return pieces
@@ -91,8 +92,10 @@ class _MatrixGroup:
     """The matrices that one group of ranks shards."""
 
     def __init__(self, sources: Sequence[MatrixSource], empty: Tensor) -> None:
-        self._ranks, self._empty = sources[0].shard_group, empty
-        me, ranks = self._ranks.index, range(self._ranks.size)
+        self._ranks = sources[0].shard_group
+        self._empty = empty
+        me = self._ranks.index
+        ranks = range(self._ranks.size)
         matrices = [
             Matrix(source, start)
             for source in sources

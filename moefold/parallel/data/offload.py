@@ -28,7 +28,9 @@ def units_to_offload(elements: Mapping[str, int], fraction: float) -> frozenset[
     ``elements`` has the number in each unit, in order. At every unit, the elements offloaded so far
     differ from ``fraction`` of those counted by at most half of the largest unit.
     """
-    offloaded_units, offloaded, total = list[str](), 0, 0
+    offloaded_units = list[str]()
+    offloaded = 0
+    total = 0
     for unit, count in elements.items():
         total += count
         if offloaded + count / 2 <= fraction * total:
@@ -51,10 +53,12 @@ class StateOffload:
     """
 
     def __init__(self, record: StatePlacement, device: torch.device, rank: int) -> None:
-        self.record, self.device = record, device
+        self.record = record
+        self.device = device
         self.updates_on_host = record.step == "host"
         self.update_device = torch.device("cpu") if self.updates_on_host else device
-        self.pool, self.begin = HostPool(device), AsyncCopies(device).start
+        self.pool = HostPool(device)
+        self.begin = AsyncCopies(device).start
         assert record.at == "host" or record.folder is not None
         self.file = DiskFile(record.folder, rank) if record.folder else None
         self._slots: dict[int, tuple[Tensor, OffloadSlot | None]] = {}
@@ -64,7 +68,8 @@ class StateOffload:
 
         A tensor that the host updates in host memory stays there, and is only counted.
         """
-        values, slot = _storage_bytes(tensor), None
+        values = _storage_bytes(tensor)
+        slot = None
         if self.file is not None:
             slot = FileSlot(self.file, self.pool, description, values.numel())
         elif not self.updates_on_host:
@@ -153,7 +158,8 @@ class OffloadedOptimizer(Optimizer):
         self, params: Mapping[str, Tensor], parts: Sequence[OffloadedPart], offload: StateOffload
     ) -> None:
         super().__init__(params)
-        self._parts, self._offload = parts, offload
+        self._parts = parts
+        self._offload = offload
         self.group = max((part.optimizer.group for part in parts), default=0)
 
     @torch.no_grad()
@@ -166,7 +172,8 @@ class OffloadedOptimizer(Optimizer):
             wait_fetched()
             part.optimizer.step(scale, lr_factor)
             wait_offloaded()
-            wait_fetched, wait_offloaded = self._prefetch(number + 1), self._offload_part(part)
+            wait_fetched = self._prefetch(number + 1)
+            wait_offloaded = self._offload_part(part)
         wait_offloaded()
 
     def state(self) -> dict[str, Tensor]:
@@ -184,7 +191,8 @@ class OffloadedOptimizer(Optimizer):
 
     def describe(self) -> dict[str, str]:
         """Describe how and where the parts are updated."""
-        record, texts = self._offload.record, dict[str, dict[str, None]]()
+        record = self._offload.record
+        texts = dict[str, dict[str, None]]()
         for part in self._parts:
             for kind, text in part.optimizer.describe().items():
                 texts.setdefault(kind, {})[text] = None
@@ -195,11 +203,13 @@ class OffloadedOptimizer(Optimizer):
         """Start to fetch what a part's update needs; return a function that waits for it."""
         if number == len(self._parts):
             return _no_op
-        part, offload = self._parts[number], self._offload
+        part = self._parts[number]
+        offload = self._offload
         wait_state = offload.prefetch(part.tensors)
         if not (offload.updates_on_host and part.buckets):
             return wait_state
-        host_grads, copies = dict[str, Tensor](), list[Future[Any]]()
+        host_grads = dict[str, Tensor]()
+        copies = list[Future[Any]]()
         for name in part.optimizer.params:
             grad = self.params[name].grad
             assert grad is not None

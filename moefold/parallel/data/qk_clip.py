@@ -42,8 +42,11 @@ class ClippedOptimizer(Optimizer):
         record: QkClip,
     ) -> None:
         super().__init__(inner.params)
-        self._inner, self._world, self._weights = inner, placed.world, weights
-        self._record, self.group = record, inner.group
+        self._inner = inner
+        self._world = placed.world
+        self._weights = weights
+        self._record = record
+        self.group = inner.group
         self._layers = tuple(_clipped_layers(placed))
 
     @torch.no_grad()
@@ -64,12 +67,15 @@ class ClippedOptimizer(Optimizer):
 
         Factors are equal on all ranks that hold the rows.
         """
-        world, factors = self._world, dict[str, Tensor]()
+        world = self._world
+        factors = dict[str, Tensor]()
         if not self._layers:
             return factors
-        tp, local = world.group("tp").size, [layer.max_logit_H for layer in self._layers]
+        tp = world.group("tp").size
+        local = [layer.max_logit_H for layer in self._layers]
         parts_H = max_(torch.cat(local), world.group("dp_cp")).split([len(part) for part in local])
-        bound, alpha = self._record.bound, self._record.alpha
+        bound = self._record.bound
+        alpha = self._record.alpha
         for layer, max_logit_H in zip(self._layers, parts_H, strict=True):
             # A logit that is not finite gives no factor: such heads are not scaled.
             shrink_H = torch.where(max_logit_H.isfinite(), bound / max_logit_H.clamp(min=bound), 1)
@@ -99,7 +105,8 @@ class ClippedOptimizer(Optimizer):
 
 def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
     """Return this rank's attention layers, set up to record their largest logits."""
-    model, layers = placed.model, list[_ClippedLayer]()
+    model = placed.model
+    layers = list[_ClippedLayer]()
     tp = placed.world.group("tp").size
     for number, block in enumerate(model.record.blocks):
         name = f"layers.{number}.attention"

@@ -87,7 +87,9 @@ class ShardedState:
         """
         self.has_values = has_values
         self.placed = replace(placed, hooks_for=self.hooks_for)
-        self._shards, world, layout = placed.shards, placed.world, placed.layout
+        self._shards = placed.shards
+        world = placed.world
+        layout = placed.layout
         if broken := list(layout.world_violations(world.size)):
             raise RunError(broken, source="layout")
         self._groups_by_kind: dict[str, tuple[Group, Group]] = {}
@@ -124,9 +126,12 @@ class ShardedState:
 
     def _build_buckets(self) -> None:
         """Move sharded and offloaded parameters into buckets; replace them by handles."""
-        model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
+        model = self.placed.model
+        zero = self.placed.layout.zero
+        device = self.placed.world.device
         groups: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
-        groups, offloaded = defaultdict(dict), self._units_to_offload()
+        groups = defaultdict(dict)
+        offloaded = self._units_to_offload()
         coded = {n: p for n, p in quantised_weights(model).items() if p.recipe.has_square_blocks}
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
@@ -203,7 +208,8 @@ class ShardedState:
             optimizer = self._build_optimizer(record, masters, tuple(self._units))
         else:
             self.offload.unregister(self._moments)
-            self._moments, parts = [], []
+            self._moments = []
+            parts = []
             # In one order on all ranks: an update may contain collectives.
             units = dict.fromkeys([*(b.unit for b in self.buckets), *map(unit_of, masters)])
             for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
@@ -251,14 +257,18 @@ class ShardedState:
         shapes = {n: record.split(self._shards[n].shape, self._heads.get(n, 0)) for n in masters}
         if all(source.shard_group.size == 1 and source.slice_group is None for source in sources):
             return build(record, masters, wholes=LocalMatrices(shapes))
-        dtype, device = self.placed.model.recipe.master_dtype, self.placed.world.device
+        dtype = self.placed.model.recipe.master_dtype
+        device = self.placed.world.device
         empty = torch.empty(0, dtype=dtype, device=device)
         return build(record, masters, wholes=ShardedMatrices(sources, shapes, empty))
 
     def _matrix_source(self, name: str, record: Optim) -> MatrixSource:
         """Return how a parameter made of matrices is sharded; no rank has part of a head."""
-        shard, bucket, world = self._shards[name], self._bucket.get(name), self.placed.world
-        local_shape, heads = shard.local_shape, self._heads.get(name, 0)
+        shard = self._shards[name]
+        bucket = self._bucket.get(name)
+        world = self.placed.world
+        local_shape = shard.local_shape
+        heads = self._heads.get(name, 0)
         dims = len(local_shape)
         shape = record.split(local_shape, heads * local_shape[0] // shard.shape[0])
         cut = [
@@ -267,9 +277,11 @@ class ShardedState:
             if len(shape) == dims and dim >= dims - 2 and world.group(axis).size > 1
         ]
         slices, dim = cut[0] if cut else (None, 0)
-        inside, runs = self._groups_by_kind[shard.placement.replicas][0], ((0, math.prod(shape)),)
+        inside = self._groups_by_kind[shard.placement.replicas][0]
+        runs = ((0, math.prod(shape)),)
         if bucket is not None:
-            slot, length = bucket.slots[name], bucket.length
+            slot = bucket.slots[name]
+            length = bucket.length
             runs = tuple(slot.range_in(r * length, (r + 1) * length) for r in range(inside.size))
         return MatrixSource(name, shape, runs, inside, slices, dim)
 
@@ -377,19 +389,24 @@ class ShardedState:
 
     def _copy_index(self, name: str) -> tuple[int, int]:
         """Return this rank's index among owners of its elements of a tensor, and their number."""
-        placement, world = self._shards[name].placement, self.placed.world
+        placement = self._shards[name].placement
+        world = self.placed.world
         bucket = self._bucket.get(name)
         holders = world.group(placement.replicas) if bucket is None else bucket.replica_group
-        index, count = holders.index, holders.size
+        index = holders.index
+        count = holders.size
         if placement.replicated_over_tp:
             tp = world.folding.sizes.tp
-            index, count = index * tp + world.attention.tp, count * tp
+            index = index * tp + world.attention.tp
+            count = count * tp
         if placement.replicated_over_etp:
             etp = world.folding.sizes.etp
-            index, count = index * etp + world.experts.etp, count * etp
+            index = index * etp + world.experts.etp
+            count = count * etp
         if name == EMBEDDING_WEIGHT:
             stages = self.placed.embedding_stages
-            index, count = index + count * stages.index(world.attention.pp), count * len(stages)
+            index = index + count * stages.index(world.attention.pp)
+            count = count * len(stages)
         return index, count
 
     def weights(self) -> Iterator[LocalSlice]:
@@ -416,7 +433,8 @@ class ShardedState:
         for key, tensor in optimizer.state().items():
             name = _parameter_name(key)
             if key.endswith("_groups"):
-                shard, (index, count) = self._shards[name], self._copy_index(name)
+                shard = self._shards[name]
+                (index, count) = self._copy_index(name)
                 entries = group_boxes(shard, optimizer.group, self._local_range(name), tensor)
                 for values, shape, box, owned in entries:
                     yield LocalSlice(key, values, shape, box, index if owned else count, count)
@@ -457,11 +475,13 @@ class ShardedState:
 
     def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[LocalSlice]:
         """Yield a tensor of this rank's elements of a parameter, as boxes of the full parameter."""
-        shard, copy = self._shards[name], self._copy_index(name)
+        shard = self._shards[name]
+        copy = self._copy_index(name)
         if name not in self._bucket:
             yield LocalSlice(key, tensor, shard.shape, shard.box, *copy)
             return
-        flat, offset = tensor.reshape(-1), 0
+        flat = tensor.reshape(-1)
+        offset = 0
         for box in boxes(shard.local_shape, *self._local_range(name)):
             values = flat.narrow(0, offset, box_size(box)).view([b - a for a, b in box])
             yield LocalSlice(key, values, shard.shape, to_global(box, shard.box), *copy)

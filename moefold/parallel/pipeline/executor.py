@@ -87,8 +87,11 @@ class Executor:
         loss: ScaledLoss,
         graphs: PartGraphs | None = None,
     ) -> None:
-        self._placed, self._flows, self._graphs = placed, flows, graphs
-        self._fractions, scales = factors.fraction_M.unbind(), factors.scale_L.unbind()
+        self._placed = placed
+        self._flows = flows
+        self._graphs = graphs
+        self._fractions = factors.fraction_M.unbind()
+        scales = factors.scale_L.unbind()
         self._loss: Loss = lambda x_TD, flow, later: loss(x_TD, flow, scales[later])
         rank = placed.world.attention.pp
         self.plan: RankPlan = plan_rank(placed.layout, rank, len(flows))  # type: ignore[arg-type]
@@ -152,7 +155,8 @@ class Executor:
             in_flight.hooks.pre_weight_gradients()
             in_flight.sink.drain()
             return Chain((), ())
-        inputs, in_flight.gradients = in_flight.gradients, ()
+        inputs = in_flight.gradients
+        in_flight.gradients = ()
         if not inputs:
             inputs = (self._messages.wait_for(ActionResult("gradient", stage + 1, micro)),)
         drain = in_flight.sink.drain if isinstance(in_flight.sink, DeferredSink) else None
@@ -165,8 +169,10 @@ class Executor:
         # Without W or pairs, weight gradients are computed at once, which frees their rows.
         deferred = self.plan.splits_backward or self._secondary is not None
         sink = DeferredSink() if deferred else AccumulatingSink()
-        placed, micro = self._placed, action.micro
-        chunk, fraction = placed.chunks[action.chunk], self._fractions[micro]
+        placed = self._placed
+        micro = action.micro
+        chunk = placed.chunks[action.chunk]
+        fraction = self._fractions[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=deferred)
         flow = self._flows[micro].for_chunk(sink, hooks, chunk.has_head)
         graphs = self._graphs and self._graphs.acquire(action.chunk, micro, flow)
@@ -206,7 +212,8 @@ class Executor:
 
     def _buffer(self, micro: int) -> Tensor:
         """Allocate a tensor for a micro-batch's rows [T, D] from another stage."""
-        model, rows = self._placed.model, self._flows[micro].rows
+        model = self._placed.model
+        rows = self._flows[micro].rows
         shape = (rows.rows, model.record.hidden)
         return torch.empty(shape, dtype=model.recipe.dtype, device=rows.ids_T.device)
 
@@ -224,7 +231,9 @@ def run_step(
 
 def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
     """Return the page pools that a step needs, with ``rows`` per micro-batch on this rank."""
-    layout, decoder, sizes = placed.layout, placed.model.record, placed.layout.split
+    layout = placed.layout
+    decoder = placed.model.record
+    sizes = placed.layout.split
     assert isinstance(layout.dispatch, FixedShape)
     width = placed.model.recipe.dtype.itemsize
     room = layout.dispatch.buffer_rows(sizes)

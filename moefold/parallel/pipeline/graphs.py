@@ -48,7 +48,9 @@ class StepGraphs:
     """Runs steps by one graph per shape, and eagerly until it is recorded."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
-        self._data, self._record, self._shapes = data, record, ShapeTracker()
+        self._data = data
+        self._record = record
+        self._shapes = ShapeTracker()
         self.recorded: dict[Hashable, Replay] = {}
 
     def __call__(
@@ -96,7 +98,8 @@ class StepGraphs:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for bucket, full, summed_L in sums:
-                bucket.gradients, bucket.summed_L = full, summed_L
+                bucket.gradients = full
+                bucket.summed_L = summed_L
             return result
 
         return replay

@@ -111,7 +111,8 @@ class Lanes:
         if stream is None:
             return ExchangeFuture(self._thread.submit(lambda: task.run(*_wait(state))))
         # Recorded here, not by the thread, which would then wait for later work of this lane.
-        ready, done = torch.cuda.Event(), torch.cuda.Event()
+        ready = torch.cuda.Event()
+        done = torch.cuda.Event()
         ready.record()
 
         def on_stream() -> State:

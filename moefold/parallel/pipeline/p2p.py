@@ -82,8 +82,11 @@ def plan_rank(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
 
 def held_messages(plan: RankPlan) -> Iterator[int]:
     """Yield the number of message tensors that a rank holds after each step, with posted ones."""
-    table, rank, sent = plan.table, plan.rank, list[tuple[int, int]]()
-    unread, posts = set[ActionResult](), iter(plan.posts)
+    table = plan.table
+    rank = plan.rank
+    sent = list[tuple[int, int]]()
+    unread = set[ActionResult]()
+    posts = iter(plan.posts)
     for results in islice(posts, AHEAD):
         unread.update(results)
     for step in plan.line:
@@ -92,7 +95,8 @@ def held_messages(plan: RankPlan) -> Iterator[int]:
             stage = table.stage_of(rank, action.chunk)
             for need in (need for need in table.action_inputs(rank, action) if need.stage != stage):
                 unread.remove(need)
-                peer, produced_at = table.rank_of(need.stage), plan.produced_at.get(need, -1)
+                peer = table.rank_of(need.stage)
+                produced_at = plan.produced_at.get(need, -1)
                 sent = [entry for entry in sent if entry[0] != peer or entry[1] > produced_at]
         for result in table.step_results(rank, step):
             reader = table.reader_rank(result)
@@ -111,7 +115,9 @@ class P2PMessages:
     """
 
     def __init__(self, plan: RankPlan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:
-        self._plan, self._ranks, self._buffer = plan, ranks, buffer
+        self._plan = plan
+        self._ranks = ranks
+        self._buffer = buffer
         self._local: dict[ActionResult, Tensor] = {}
         self._incoming: dict[ActionResult, tuple[Tensor, Pending]] = {}
         self._sent: dict[int, list[tuple[int, Pending, Tensor]]] = {}
@@ -134,7 +140,8 @@ class P2PMessages:
         buffer, pending = self._incoming.pop(result)
         pending.wait()
         # Free messages that the peer must have read before it produced this one.
-        peer, produced_at = self._plan.table.rank_of(result.stage), self._plan.produced_at[result]
+        peer = self._plan.table.rank_of(result.stage)
+        produced_at = self._plan.produced_at[result]
         sent = self._sent.pop(peer, [])
         for read_at, message, _ in sent:
             if read_at <= produced_at:

@@ -74,10 +74,14 @@ class GraphedPass:
         values: Sequence[Any],
     ) -> tuple[Any, ...]:
         """Run one of a part's functions, named by ``direction``; the first time, record it."""
-        key, tree_specs, end = (part.name, direction), part.tree_specs, part.name[1]
-        recorded, pending = self._parts.get(key), part.pending
+        key = (part.name, direction)
+        tree_specs = part.tree_specs
+        end = part.name[1]
+        recorded = self._parts.get(key)
+        pending = part.pending
         if recorded is None:
-            inputs, before = tuple(map(self._static_input, values)), len(pending)
+            inputs = tuple(map(self._static_input, values))
+            before = len(pending)
             graph, outputs = self.record(lambda: function(*inputs))
             self._static |= {x.data_ptr() for x in outputs if isinstance(x, Tensor)}
             recorded = RecordedPart(graph, inputs, outputs, tree_specs[end], pending[before:])
@@ -116,7 +120,10 @@ class GraphedPart:
         sink: GradientSink,
         tree_specs: list[Any],
     ) -> None:
-        self._graphs, self._part, self.name, self.tree_specs = graphs, part, name, tree_specs
+        self._graphs = graphs
+        self._part = part
+        self.name = name
+        self.tree_specs = tree_specs
         self.pending: list[Any] = sink.pending if isinstance(sink, DeferredSink) else []
         """The pass's queue of deferred weight-gradient products."""
         self.seeds: Gradients = ()
@@ -140,14 +147,16 @@ class PartGraphs:
     """Pool of graphed passes through the model parts of this rank, by chunk and shape."""
 
     def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
-        self._record, self._shapes = record, ShapeTracker()
+        self._record = record
+        self._shapes = ShapeTracker()
         self._keys: list[Hashable | None] = []
         """Shape of each micro-batch of the step; those in ``_ready`` run as graphs."""
         self._ready: set[Hashable] = set()
         self._free: dict[Hashable, list[GraphedPass]] = defaultdict(list)
         self.passes: list[GraphedPass] = []
         """All passes with graphs: as many as were ever in flight at once."""
-        layout, handles = data.placed.layout, set[Tensor]()
+        layout = data.placed.layout
+        handles = set[Tensor]()
         self._no_exchange = layout.split.ep * layout.split.etp == 1
         self._static_shapes = self._no_exchange or isinstance(layout.dispatch, FixedShape)
         for bucket in data.buckets:

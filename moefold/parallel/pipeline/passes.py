@@ -53,8 +53,12 @@ class ChunkPass:
         secondary: World | None,
         graphs: GraphedPass | None = None,
     ) -> None:
-        self._model, self._chunk, self._flow = model, chunk, flow
-        self._fraction, self._loss, self._graphs = fraction, loss, graphs
+        self._model = model
+        self._chunk = chunk
+        self._flow = flow
+        self._fraction = fraction
+        self._loss = loss
+        self._graphs = graphs
         self._second_flow = None if secondary is None else replace(flow, world=secondary)
         self._backward_tasks: list[list[LaneTask]] = []
         """Backward tasks of each section of the forward so far."""
@@ -91,7 +95,8 @@ class ChunkPass:
 
         ``drain`` computes deferred weight gradients: concurrently with exchanges, and at the end.
         """
-        sections, self._backward_tasks = self._backward_tasks, []
+        sections = self._backward_tasks
+        self._backward_tasks = []
         back = [task for section in reversed(sections) for task in section]
         if self._second_flow is None:
             back = [task._replace(is_exchange=False) for task in back]
@@ -104,7 +109,9 @@ class ChunkPass:
 
     def _single_task(self, embeds: bool, layers: Sequence[str]) -> LaneTask:
         """Return one task for the chunk's embedding, ``layers``, norm and multi-token layers."""
-        model, has_head, flow = self._model, self._chunk.has_head, self._flow
+        model = self._model
+        has_head = self._chunk.has_head
+        flow = self._flow
         term_layers: list[int] = []
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +128,8 @@ class ChunkPass:
         def forward(*inputs: Any) -> State:
             outputs = subgraph.forward(*inputs)
             num_rows = len(outputs) - len(term_layers)
-            rows, terms = outputs[:num_rows], outputs[num_rows:]
+            rows = outputs[:num_rows]
+            terms = outputs[num_rows:]
             subgraph.seeds = self._seeds(dict(zip(term_layers, terms, strict=True)))
             return rows
 
@@ -144,12 +152,14 @@ class ChunkPass:
         """Return the tasks of one layer; the last task also records its router terms."""
         segments = self._model.layers[number].segments()  # type: ignore[operator]
         parts = self._parts(segments, position)
-        hooks, unit = self._flow.unshard, f"layers.{number}"
+        hooks = self._flow.unshard
+        unit = f"layers.{number}"
         forward = [LaneTask(part.forward, part.is_exchange) for part in parts]
         backward = [LaneTask(part.backward, part.is_exchange) for part in reversed(parts)]
         if self._flow.saved_tensors.block:
             forward, backward = _recomputed_tasks(parts, self._flow.saved_tensors, position)
-        before, after = _hook_task(hooks.pre_backward, unit), _hook_task(hooks.post_backward, unit)
+        before = _hook_task(hooks.pre_backward, unit)
+        after = _hook_task(hooks.post_backward, unit)
         self._backward_tasks.append([before, *backward, after])
 
         def close(x_TD: Tensor, terms_N: Tensor) -> State:
@@ -173,7 +183,8 @@ class ChunkPass:
             flat, tree_specs[end] = tree_flatten(state)
             return tuple(flat)
 
-        exchanges, graphs = [isinstance(segment, Exchange) for segment in segments], self._graphs
+        exchanges = [isinstance(segment, Exchange) for segment in segments]
+        graphs = self._graphs
         graphed = [
             graphs is not None and graphs.is_graphed(index, exchanges)
             for index in range(len(segments))

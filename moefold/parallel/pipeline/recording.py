@@ -66,7 +66,8 @@ class ShapeTracker:
     """Counts steps of each shape, and tracks whether weights moved since graphs were recorded."""
 
     def __init__(self) -> None:
-        self._seen, self._recorded = Counter[Hashable](), set[Hashable]()
+        self._seen = Counter[Hashable]()
+        self._recorded = set[Hashable]()
         self._addresses: tuple[tuple[int, int], ...] = ()
 
     def begin_step(
@@ -95,12 +96,14 @@ class ShapeTracker:
 
     def weights_moved(self, placed: ModelParts) -> bool:
         """Refresh low-precision weights, so that no replay casts; return whether any moved."""
-        model, stash = placed.model, placed.offload and placed.offload.stash
+        model = placed.model
+        stash = placed.offload and placed.offload.stash
         model.recipe.refresh_copies()
         tensors = [*model.parameters(), *model.buffers(), *model.recipe.copies]
         tensors += stash.tensors if stash is not None else []
         addresses = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
-        before, self._addresses = self._addresses, addresses
+        before = self._addresses
+        self._addresses = addresses
         return before != addresses
 
     def ready(self, key: Hashable) -> bool:

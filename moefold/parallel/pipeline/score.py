@@ -45,7 +45,8 @@ def next_logits(
     A collective call with the same texts on all ranks, none of them empty. The distributed
     :meth:`DecoderModel.next_logits`; with context ranks the cache is not used.
     """
-    model, world = placed.model, placed.world
+    model = placed.model
+    world = placed.world
     sizes = world.folding.sizes
     cache = cache if sizes.cp == 1 else None
     pad_to = sizes.row_multiple
@@ -80,12 +81,15 @@ def incremental_logits(placed: ModelParts) -> Callable[[Sequence[Sequence[int]]]
 
 def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
     """Run every stage; return the normed rows ``x_TD`` on the last one, elsewhere None."""
-    model, ranks = placed.model, placed.world.group("pp")
-    table, rank = placed.table, placed.world.attention.pp
+    model = placed.model
+    ranks = placed.world.group("pp")
+    table = placed.table
+    rank = placed.world.attention.pp
     chunks = {table.stage_of(rank, number): chunk for number, chunk in enumerate(placed.chunks)}
     x_TD: Tensor | None = None
     for stage in range(table.stages):
-        source, owner = table.rank_of(max(stage - 1, 0)), table.rank_of(stage)
+        source = table.rank_of(max(stage - 1, 0))
+        owner = table.rank_of(stage)
         if source != owner and rank == source:
             assert x_TD is not None
             send(x_TD, ranks.ranks[owner], ranks).wait()

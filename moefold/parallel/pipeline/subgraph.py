@@ -21,7 +21,8 @@ class Subgraph:
         self, function: Callable[..., tuple[Tensor, ...]], is_exchange: bool = False
     ) -> None:
         """Wrap a function; ``is_exchange``: it mostly waits for other ranks."""
-        self._function, self.is_exchange = function, is_exchange
+        self._function = function
+        self.is_exchange = is_exchange
         self._input_gradients: list[Tensor | None] = []
         self._edges: list[Any] = []
         self.seeds: Gradients = ()

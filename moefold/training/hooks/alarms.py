@@ -35,7 +35,8 @@ class HealthHook(StepLinesHook):
 
     def __init__(self, record: Health, console: Console) -> None:
         super().__init__(LOAD_FILE)
-        self._record, self._console = record, console
+        self._record = record
+        self._console = console
         self._failed: dict[str, int] = {}
         """Consecutive failed checks of each layer that failed the last one."""
 
@@ -117,7 +118,8 @@ class PaceHook(Hook):
     """
 
     def __init__(self, record: Pace, console: Console) -> None:
-        self._record, self._console = record, console
+        self._record = record
+        self._console = console
         self._slow: dict[int, int] = {}
 
     def state(self) -> HookState:
@@ -158,7 +160,8 @@ class SpikesHook(Hook):
     """
 
     def __init__(self, record: Spikes, console: Console) -> None:
-        self._record, self._console = record, console
+        self._record = record
+        self._console = console
         self._norms: deque[float] = deque(maxlen=record.of)
         self._stored = False
 
@@ -189,7 +192,8 @@ class SpikesHook(Hook):
         exceeded = None if norm is None else self._exceeded_median(norm)
         if norm is None or exceeded is None:
             return
-        loader, index = job.loader, job.batch_index
+        loader = job.loader
+        index = job.batch_index
         batches = (loader.load_micro_batch(index, j) for j in range(loader.n_micro_batches(index)))
         documents = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
         facts = {"step": job.step_number, "place": index, "grad_norm": norm, "usual": exceeded}

@@ -22,17 +22,21 @@ class CheckpointHook(Hook):
     """
 
     def __init__(self, policy: CheckpointPolicy, console: Console, on_alarm: bool = False) -> None:
-        self._policy, self._console, self._on_alarm = policy, console, on_alarm
+        self._policy = policy
+        self._console = console
+        self._on_alarm = on_alarm
         self._retry_step: int | None = None
         self._retry_delay = 1
 
     def load_state(self, state: HookState) -> None:
         """Forget failed saves: the checkpoint that was read was written."""
-        self._retry_step, self._retry_delay = None, 1
+        self._retry_step = None
+        self._retry_delay = 1
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Save if the step is due, or if an earlier save that failed is to be repeated."""
-        step, every = job.step_number, self._policy.every
+        step = job.step_number
+        every = self._policy.every
         due = every is not None and step % every == 0
         due = due or (self._retry_step is not None and step >= self._retry_step)
         due = due or (self._on_alarm and metrics.get(ALARMS_KEY, 0) > 0)
@@ -41,13 +45,15 @@ class CheckpointHook(Hook):
         try:
             started = time.monotonic()
             job.save()
-            self._retry_step, self._retry_delay = None, 1
+            self._retry_step = None
+            self._retry_delay = 1
             stall_s = time.monotonic() - started
             log_event(job.folder, "saved", step=step, stall_s=stall_s)
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise
-            self._retry_step, self._retry_delay = step + self._retry_delay, 2 * self._retry_delay
+            self._retry_step = step + self._retry_delay
+            self._retry_delay = 2 * self._retry_delay
             if every is not None:
                 self._retry_step = min(self._retry_step, step - step % every + every)
             self._console.print(

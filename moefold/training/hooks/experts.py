@@ -131,7 +131,8 @@ def render_experts(
     """
     page_layers = []
     for routing in layers:
-        two_bytes, ids_TK = routing.experts > 255, routing.ids_TK[:shown]
+        two_bytes = routing.experts > 255
+        ids_TK = routing.ids_TK[:shown]
         kept_TK = np.where(ids_TK < 0, -np.inf, routing.weights_TK[:shown])
         order_TK = np.argsort(-kept_TK, axis=1, kind="stable")  # largest weight first
         # A dropped choice stays, with weight 0, so that every token has K choices.
@@ -163,10 +164,12 @@ def choose_documents(corpus: Corpus, tokens: int, total: int) -> tuple[int, list
     for i in range(corpus.n_documents):
         ids_T = corpus.document(i)
         if len(ids_T) > len(longest):
-            number, longest = i, ids_T
+            number = i
+            longest = ids_T
         if len(ids_T) >= tokens:
             break
-    documents, num_tokens = [longest], len(longest)
+    documents = [longest]
+    num_tokens = len(longest)
     for i in range(corpus.n_documents):
         if num_tokens >= total:
             break
@@ -183,7 +186,8 @@ def record_routing(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list
     recorded = {i: list[tuple[np.ndarray, np.ndarray]]() for i, _ in model.moe_layers()}
 
     def record(routings: list[Any], module: Any, inputs: Any, routed: Routed) -> None:
-        ids_TK, kept_TK = routed.decision.experts_TK, routed.decision.kept_TK
+        ids_TK = routed.decision.experts_TK
+        kept_TK = routed.decision.kept_TK
         ids_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
         routings.append((ids_TK.cpu().numpy(), routed.weights_TK.float().cpu().numpy()))
 

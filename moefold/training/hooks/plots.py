@@ -21,7 +21,10 @@ from moefold.training.model_checkpoint import ModelTensors
 from moefold.training.report import loss_chart, loss_unit
 from moefold.training.run_folder import History, evenly_spaced
 
-INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
+INK = "#1f2430"
+SOFT = "#7b8496"
+TRAIN = "#4c78d8"
+HELD_OUT = "#d1495b"
 MAX_PANELS = 8
 """Maximum number of layers whose loads are plotted over time."""
 AVERAGED_CHECKS = 20
@@ -50,7 +53,8 @@ def draw_plots(folder: Path) -> list[Path]:
 
     Titles name the folder: runs that fine-tune one base are all named after it.
     """
-    history, title = History.read(folder), folder.resolve().name
+    history = History.read(folder)
+    title = folder.resolve().name
     paths = []
     figures = {"loss": loss_figure(history, title), "expert_load": load_figure(history, title)}
     for name, figure in figures.items():
@@ -67,14 +71,16 @@ def loss_figure(history: History, title: str) -> Figure | None:
     """Plot training and held-out loss, in bits per byte where bytes were measured."""
     chart = loss_chart(history)
     train, *held_out_lines = chart["lines"]
-    steps, smooth = train["x"], train.get("smooth", train["y"])
+    steps = train["x"]
+    smooth = train.get("smooth", train["y"])
     if len(steps) < 2:
         return None
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, train["y"], color=TRAIN, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smooth, color=TRAIN, linewidth=1.8, label=train["name"])
-    ends, start_values = [(train["name"], smooth[-1], TRAIN)], list[float]()
+    ends = [(train["name"], smooth[-1], TRAIN)]
+    start_values = list[float]()
     for line in held_out_lines:
         if line["x"]:
             style = {"color": HELD_OUT, "markersize": 3.5, "linewidth": 1.8}
@@ -185,7 +191,8 @@ def draw_adapter_changes(checkpoint: Path, path: Path, title: str) -> bool:
         return False
     figure = Figure(figsize=(9, 0.9 + max(1.2, 0.28 * len(layers))), layout="constrained")
     percent = np.ma.masked_invalid(100 * shares)
-    low, high = float(percent.min()), float(percent.max())
+    low = float(percent.min())
+    high = float(percent.max())
     norm = TwoSlopeNorm(float(np.ma.mean(percent)), low - 1e-9, high + 1e-9)
     axes = figure.add_subplot()
     image = _draw_heat_map(axes, percent, layers, norm)

@@ -31,7 +31,9 @@ class ProgressHook(Hook):
         style = record.style
         if style == "auto":
             style = "bar" if console.is_terminal else "lines"
-        self._style, self._seconds, self._console = style, record.seconds, console
+        self._style = style
+        self._seconds = record.seconds
+        self._console = console
         self._bar: Bar | None = None
         if style == "bar":
             self._bar = Bar(
@@ -53,17 +55,20 @@ class ProgressHook(Hook):
         """Show the bar, at the step from which the run continues."""
         self._last = time.monotonic()
         if self._bar is not None:
-            total, done = job.last_step, job.step_number
+            total = job.last_step
+            done = job.step_number
             self._bar.add_task(job.run.name, total=total, completed=done, facts="", left="–")
             self._bar.start()
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Move the bar, or print a line if the last one is old enough."""
-        now, steps = time.monotonic(), job.last_step - job.step_number
+        now = time.monotonic()
+        steps = job.last_step - job.step_number
         self._sum = SMOOTHING * self._sum + (now - self._last)
         self._weight = SMOOTHING * self._weight + 1
         self._last = now
-        time_left, facts = clock(steps * self._sum / self._weight), format_metrics(metrics)
+        time_left = clock(steps * self._sum / self._weight)
+        facts = format_metrics(metrics)
         if metrics.get("skipped"):
             text = "loss or gradients are not finite; its update was skipped"
             self._print(f"[bold yellow]skipped[/] step {job.step_number}: {text}")

@@ -37,7 +37,8 @@ class SampleHook(Hook):
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Generate if the step is due, and at the end."""
-        record, step = self._record, job.step_number
+        record = self._record
+        step = job.step_number
         if step % record.every and step != job.last_step:
             return
         tokenizer = job.tokenizer
@@ -51,7 +52,8 @@ class SampleHook(Hook):
             vocab=tokenizer.size,
             window=job.run.data.seq,
         )
-        written, title = "", f"sample step {step}\n"
+        written = ""
+        title = f"sample step {step}\n"
         for prompt, ids in zip(record.prompts, generated, strict=True):
             text = prompt + tokenizer.decode(ids)
             written += f"=== step {step} · {prompt!r}\n{text}\n\n"

@@ -81,7 +81,8 @@ CROSS_ENTROPY = Objective()
 def segment_digests(batch: MicroBatch) -> Iterator[tuple[str, slice]]:
     """Yield for each segment of a whole micro-batch a digest of its tokens and labels, and its
     rows."""
-    rows_2T, start = torch.stack([batch.ids_T, batch.labels_T]).numpy(), 0
+    rows_2T = torch.stack([batch.ids_T, batch.labels_T]).numpy()
+    start = 0
     for length in batch.lengths:
         rows = slice(start, start + length)
         yield sha256(rows_2T[:, rows].tobytes()).hexdigest()[:32], rows

@@ -44,7 +44,8 @@ from moefold.training.losses.config import Distill
 from moefold.training.model_checkpoint import fill_from_folder
 
 _log = logging.getLogger("moefold.training")
-INDEX_FILE, ROWS_FILE = "index.json", "{}.rows"
+INDEX_FILE = "index.json"
+ROWS_FILE = "{}.rows"
 
 
 def build_distillation(record: Distill) -> "Distillation":
@@ -61,7 +62,8 @@ class Distillation(Objective):
 
     def setup(self, job: Any) -> Self:
         """Load the teacher; raises ``DataError`` if its tokenizer differs from the run's."""
-        record, folder = self.record, Path(self.record.teacher)
+        record = self.record
+        folder = Path(self.record.teacher)
         if (folder / "tokenizer.json").is_file():
             difference = job.tokenizer.first_difference(from_path(str(folder)))
             if difference is not None:
@@ -71,8 +73,10 @@ class Distillation(Objective):
                     f"{own_token!r}; both need one tokenizer: set data.tokenizer to "
                     f"{{kind: file, path: {folder}}}"
                 )
-        config, layout = record.read_config(), record.layout(job.run.layout)
-        decoder, precision = freeze(without_tuning(config.decoder), ("*",)), job.precision.precision
+        config = record.read_config()
+        layout = record.layout(job.run.layout)
+        decoder = freeze(without_tuning(config.decoder), ("*",))
+        precision = job.precision.precision
         data = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
             fill_from_folder(imported, data)
@@ -128,7 +132,8 @@ class TopKDistillation(Distillation):
         Raises:
             DataError: if they were scored with other settings than the run's.
         """
-        folder, ranks = Path(self.record.stored or ""), job.world.on_host
+        folder = Path(self.record.stored or "")
+        ranks = job.world.on_host
         settings = run_on_first(partial(_settings, self.record, job), ranks)
         if not run_on_first((folder / INDEX_FILE).is_file, ranks):
             super().setup(job)
@@ -143,7 +148,8 @@ class TopKDistillation(Distillation):
                     f"{folder}: was scored with {name} {stored!r}, but this run has {expected!r}; "
                     "set train.loss.stored to a new folder, so that the teacher scores again"
                 )
-        self._folder, self._segment_starts = folder, index["begins"]
+        self._folder = folder
+        self._segment_starts = index["begins"]
         self._files: dict[int, np.ndarray] = {}
         return self
 
@@ -156,7 +162,8 @@ class TopKDistillation(Distillation):
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Return the summed divergence, and its gradient."""
-        compare, t = compare_top(flow.known, head), self.record.temperature
+        compare = compare_top(flow.known, head)
+        t = self.record.temperature
         return divergence_and_gradients(
             x_TD, head, flow, compare=compare, temperature=t, scale=scale, chunk=chunk
         )
@@ -174,14 +181,16 @@ class TopKDistillation(Distillation):
 
     def _top_probabilities(self, flow: Flow, chunk: int) -> Tensor | None:
         """Return the top probabilities of a micro-batch, computed by the teacher."""
-        k, temperature = self.record.top_k, self.record.temperature
+        k = self.record.top_k
+        temperature = self.record.temperature
         score_fn = partial(top_probabilities, k=k, temperature=temperature)
         return score(self.teacher, flow, score_fn, chunk)
 
     def _score_training_data(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
         """Write one file per data rank; return the file and the first row of each segment."""
         segment_starts: dict[str, tuple[int, int]] = {}
-        coords, count = job.world.attention, 0
+        coords = job.world.attention
+        count = 0
         with ExitStack() as stack:
             file = None
             if any(part.has_head for part in job.placed.chunks) and coords.tp == coords.cp == 0:

@@ -82,9 +82,11 @@ class Preference(Objective):
         beta = self.record.beta
         if self.record.form == "ipo":
             distance = h - 1 / (2 * beta)
-            losses, slope = distance.square(), 2 * distance
+            losses = distance.square()
+            slope = 2 * distance
         else:
-            losses, slope = -F.logsigmoid(beta * h), -beta * torch.sigmoid(-beta * h)
+            losses = -F.logsigmoid(beta * h)
+            slope = -beta * torch.sigmoid(-beta * h)
         sums = torch.stack([losses.sum(), beta * h.sum(), (h > 0).sum().to(h.dtype)])
         # All ranks that share the rows have the same sums: only the first one returns them.
         if flow.world.group("tp_cp").index > 0:
@@ -138,7 +140,8 @@ class StoredPreference(Preference):
 @torch.no_grad()
 def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
     """Return the summed log-probability [N] of each whole segment's labels, in the widest dtype."""
-    rows, losses_P = flow.whole.rows, label_losses(x_TD, head, flow, chunk=chunk)
+    rows = flow.whole.rows
+    losses_P = label_losses(x_TD, head, flow, chunk=chunk)
     wide = widest_dtype(losses_P.device)
     number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
     in_segment_NP = rows.segment_T == number_N1
