@@ -22,7 +22,7 @@ if "torch" not in modules and "OMP_WAIT_POLICY" not in environ:
     environ["OMP_WAIT_POLICY"] = "passive"
     environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "load_run": "moefold.run",

@@ -49,6 +49,21 @@ REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then repeat the command"),
 }
 
+# Commands in the order of a first day. A command's file is its name; here is its place in the help.
+GROUPS = {
+    "start": ("demo", "doctor"),
+    "train": ("data", "train", "sample", "chat"),
+    "look": ("explain", "report", "routing", "checkpoint"),
+    "exchange": ("import", "export", "grow"),
+    "many ranks": ("plan", "verify", "bench"),
+}
+EXAMPLES = """
+examples:
+  moefold demo
+  moefold train tiny --nproc 2 --layout ep2
+  moefold plan qwen3_30b_a3b --cluster h100x64
+"""
+
 LESS_MEMORY = (
     "free memory or raise the limit (ulimit -v, the job's or the container's), or make the model, "
     "data.seq or train.micro_batch smaller"
@@ -200,11 +215,10 @@ def _interruptible() -> Iterator[None]:
 def build_parser(requested: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:
     """Return the parser, and the module of the ``requested`` command if it exists."""
     files = command_files()
-    listed = "".join(f"\n  {name:<12}{_summary(file)}" for name, file in files.items())
     parser = CommandParser(
         prog="moefold",
         description=(moefold.__doc__ or "").partition("\n")[0],
-        epilog=f"commands:{listed}\n\n`moefold COMMAND --help` describes one of them.",
+        epilog=f"{_command_list(files)}\n{EXAMPLES}\n`moefold COMMAND --help` describes a command.",
     )
     parser.add_argument("--version", action="version", version=f"moefold {moefold.__version__}")
     parser.add_argument(
@@ -226,6 +240,18 @@ def command_files() -> dict[str, Path]:
     """Return the files of commands by name; ``import_.py`` is ``import``."""
     files = sorted(Path(__file__).parent.glob("[a-z]*.py"))
     return {file.stem.rstrip("_"): file for file in files if file != Path(__file__)}
+
+
+def _command_list(files: dict[str, Path]) -> str:
+    """Return the commands and their help lines, by group; those of no group come last."""
+    grouped = {name for names in GROUPS.values() for name in names}
+    groups = GROUPS | {"more": tuple(name for name in files if name not in grouped)}
+    lines: list[str] = []
+    for title, names in groups.items():
+        found = [f"  {name:<12}{_summary(files[name])}" for name in names if name in files]
+        if found:
+            lines += ["", f"{title}:", *found]
+    return "\n".join(lines[1:])
 
 
 def _summary(file: Path) -> str:

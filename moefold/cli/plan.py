@@ -103,29 +103,29 @@ def _plan_parts(plan: Plan, tokens: float) -> Iterator[Text | Table]:
                 text = f"{layout.published_tflops:.0f} TFLOP/s measured with other software"
                 yield Text(f"published {layout.layout}: {text}; {layout.source}", style="dim")
         yield Text("")
-        yield from _layout_detail(plan.best, "fastest")
-        yield from _run_file_part(plan)
+        yield from _recommended_part(plan)
         yield from _long_run_part(plan, tokens)
     yield from _changes_part(plan)
 
 
-def _run_file_part(plan: Plan) -> Iterator[Text]:
-    """Yield the fastest layout that training supports, as a run file."""
+def _recommended_part(plan: Plan) -> Iterator[Text | Table]:
+    """Yield the fastest layout that training supports, in full and as a run file."""
     best = plan.best
     today = plan.trainable
-    if best and best.unsupported:
-        text = f"the fastest layout uses features {UNSUPPORTED}: {', '.join(best.unsupported)}"
-        yield Text(f"\n{text}", style="yellow")
     if today is None:
-        yield Text(f"no run file: {plan.trainable_problem}", style="yellow")
+        if best is not None:
+            yield from _layout_detail(best, "fastest")
+        yield Text(f"\nno run file: {plan.trainable_problem}", style="yellow")
         return
-    yield Text.assemble(
-        ("\nrun file", "bold"),
-        "  of the fastest layout that training supports: "
-        f"{_three_digits(today.step_time_s)} s per step, "
-        f"{today.memory_gb:,.1f} of {today.device_memory_gb:.1f} GB",
-    )
+    yield from _layout_detail(today, "today")
+    yield Text.assemble(("\nrun file", "bold"), "  of this layout, which training supports:")
     yield Text(yaml.safe_dump(plan.run_file, sort_keys=False).rstrip())
+    if best is not None and best.unsupported:
+        yield Text(
+            f"\nfaster, {_three_digits(best.step_time_s)} s per step, with features {UNSUPPORTED}: "
+            f"{best.layout}  {best.policies}",
+            style="yellow",
+        )
 
 
 def _given_layout_part(plan: Plan) -> Iterator[Text | Table]:
@@ -215,15 +215,15 @@ def _table_rows(plan: Plan) -> Iterator[tuple[str, PlannedLayout]]:
     """Yield every layout of the table once, with its name."""
     seen = set()
     groups: list[tuple[str, Iterable[PlannedLayout]]] = [
+        ("today", filter(None, [plan.trainable])),
         ("", plan.layouts),
         ("same format", plan.same_format),
-        ("today", filter(None, [plan.trainable])),
         ("given", filter(None, [plan.given])),
         ("published", plan.published),
     ]
     for name, layouts in groups:
         for n, layout in enumerate(layouts):
-            if layout.choice not in seen or name == "today":
+            if layout.choice not in seen:
                 seen.add(layout.choice)
                 yield name or f"{n + 1}", layout
 
@@ -246,19 +246,19 @@ def _layout_table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
 
 
 def _long_run_part(plan: Plan, tokens: float) -> Iterator[Text]:
-    """Yield time and cost of a long run in the fastest layout."""
-    best = plan.best
-    assert best is not None
+    """Yield time and cost of a long run in the recommended layout."""
+    layout = plan.recommended
+    assert layout is not None
     expected = plan.expected_goodput
     if not expected.ettr:
         yield Text("\nno progress: failures and restarts take all the time", "bold red")
         return
-    cost = plan.cost(best, tokens)
+    cost = plan.cost(layout, tokens)
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else formatting.clock(cost.days * DAY)
     energy = "" if cost.energy_mwh is None else f", at most {cost.energy_mwh:,.0f} MWh"
     money = "" if cost.cost is None else f", cost {cost.cost:,.0f}"
     yield Text.assemble(
-        f"\n{formatting.count(tokens)} tokens in the fastest layout: {days}, "
+        f"\n{formatting.count(tokens)} tokens in this layout: {days}, "
         f"{cost.device_hours:,.0f} device-hours{energy}{money}; "
         f"save every {formatting.clock(min(expected.save_interval_s, 1e7))}, "
         f"{expected.ettr:.1%} of the time is spent training "
@@ -274,7 +274,7 @@ def _changes_part(plan: Plan) -> Iterator[Text | Table]:
         return
     if not plan.changes:
         return
-    which = "given" if given else "fastest"
+    which = "given" if given else "recommended"
     yield Text(f"\nwhat to change next in the {which} layout", style="bold")
     table = plain_table("", "time", "memory", " ", right=("time", "memory"))
     for change in plan.changes:

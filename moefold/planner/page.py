@@ -154,16 +154,17 @@ def render_page(plan: Plan, tokens: float) -> str:
 
 def page_data(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return the plan as JSON data, with data to draw its main layouts and their scaling."""
-    best = plan.best
+    recommended = plan.recommended
     scaling = None
-    layouts = {"given": plan.given, "fastest": best}
-    if plan.trainable and plan.trainable.choice not in [x.choice for x in layouts.values() if x]:
+    layouts = {"given": plan.given}
+    if plan.trainable and plan.trainable not in (plan.given, plan.best):
         layouts["fastest today"] = plan.trainable
-    if best is not None:
+    layouts["fastest"] = plan.best
+    if recommended is not None:
         scaling = {
             kind: [
                 vars(point) | {"save_every_s": finite_or_none(point.save_every_s)}
-                for point in scaling_curve(plan.task, best.choice, kind, plan.faults)
+                for point in scaling_curve(plan.task, recommended.choice, kind, plan.faults)
             ]
             for kind in SCALINGS
         }

@@ -189,6 +189,11 @@ class Plan:
         return self.layouts[0] if self.layouts else None
 
     @property
+    def recommended(self) -> PlannedLayout | None:
+        """The fastest layout that training executes; without one the fastest that fits."""
+        return self.trainable or self.best
+
+    @property
     def graphs(self) -> str:
         """CUDA graphs of the run's own layout, or of the task's software without one."""
         return self.given.choice.graphs if self.given else self.task.software.cuda_graphs
@@ -217,8 +222,8 @@ class Plan:
 
     @cached_property
     def changes(self) -> tuple[LayoutChange, ...]:
-        """Suggested changes to the given layout (else to the best), the most useful first."""
-        shown = self.given or self.best
+        """Suggested changes to the given layout, else to the recommended one, best first."""
+        shown = self.given or self.recommended
         return suggest_changes(self.task, shown.choice) if shown else ()
 
 

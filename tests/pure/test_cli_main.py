@@ -68,6 +68,14 @@ def test_each_command_keeps_the_contract(name: str) -> None:
     assert callable(module.run)
 
 
+def test_each_command_has_one_place_in_the_help() -> None:
+    placed = [name for names in cli.GROUPS.values() for name in names]
+    assert sorted(placed) == sorted(COMMANDS)
+    shown = cli.build_parser(None)[0].format_help()
+    places = [shown.index(f"\n  {name} ") for name in placed]
+    assert places == sorted(places), "in the order of a first day"
+
+
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield a parser and those of its actions."""
     yield parser
