@@ -4,10 +4,14 @@ The rules by which messages are passed to a template, and by which answers have 
 are stated here a second time, without the package: ``NEEDS`` says by hand what each template takes.
 Each part of a conversation has a tag, a word that occurs nowhere else, so that a search in the
 reference's text says whether the part is in it.
+
+Most templates have comments around the answers. Their *marked twin* has ``{% generation %}`` in the
+place of these, so that the reference has masks of answers with which labels are compared.
 """
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -27,6 +31,8 @@ from tests.tokenizer_folders import FOLDERS
 Message = dict[str, Any]
 RECENT = TEMPLATES / "recent"
 NAMES = sorted(path.stem for path in RECENT.glob("*.jinja"))
+MARKED = "_marked"
+"""Ends the name of a template's marked twin."""
 PAIRS = 3
 """Pairs of template and folder for each conversation."""
 TOKENS = 1 << 16
@@ -37,7 +43,7 @@ class Needs(NamedTuple):
     """What a template takes, where templates differ."""
 
     parts: str = "joined"
-    """``listed``: it walks over the parts of a list."""
+    """``listed``: it walks over the parts of a list; ``first``: but reads one of a system text."""
     arguments: str = "object"
     """``text``: it concatenates arguments."""
     null: bool = False
@@ -51,7 +57,7 @@ NEEDS = {
     "minimax_m2": Needs(parts="listed"),
     "kimi_k2": Needs(parts="listed"),
     "granite4": Needs(parts="listed"),
-    "gemma3": Needs(parts="listed"),
+    "gemma3": Needs(parts="first"),
 }
 
 
@@ -76,6 +82,7 @@ class _Draw:
 
     def __init__(self, draws: random.Random) -> None:
         self.draws = draws
+        self.reasons = self.chance(0.3)
         self.tags: list[Tag] = []
         self.messages: list[Message] = []
         self.tools: list[dict[str, Any]] = []
@@ -152,7 +159,7 @@ class _Draw:
         return call | ({"id": letters} if self.chance(0.85) else {})
 
     def thought(self) -> dict[str, Any]:
-        if not self.chance(0.2):
+        if not (self.reasons and self.chance(0.6)):
             return {}
         name = self.draws.choice(["reasoning_content", "reasoning_content", "thinking"])
         return {name: self.text("reasoning")}
@@ -220,12 +227,10 @@ def draw(draws: random.Random) -> Drawn:
 
 def passed(messages: Sequence[Message], needs: Needs) -> list[Message]:
     """Return messages as they are to be given to ``apply_chat_template``."""
-    first = messages[0]
-    # Gemma's template reads one part of a system text.
-    alone = first["role"] == "system" and isinstance(first["content"], list)
-    joined = needs.parts == "joined" or (
-        needs == NEEDS["gemma3"] and alone and len(first["content"]) > 1
-    )
+    joined = needs.parts == "joined"
+    if needs.parts == "first" and messages[0]["role"] == "system":
+        content = messages[0]["content"]
+        joined = isinstance(content, list) and len(content) > 1
     return [_passed(message, needs, joined) for message in messages]
 
 
@@ -260,9 +265,10 @@ class Reference:
     def __init__(self, drawn: Drawn, name: str, tokenizer: Any) -> None:
         self.drawn = drawn
         self.template = template_of(name)
+        needs = NEEDS.get(name.removesuffix(MARKED), Needs())
         self.tokenizer = tokenizer
         self.given: list[Message] = drawn.row["messages"]
-        self.messages = passed(self.given, NEEDS.get(name, Needs()))
+        self.messages = passed(self.given, needs)
         tools = drawn.row.get("tools")
         self.tools = json.loads(tools) if isinstance(tools, str) else tools
         self.marked = "generation %}" in self.template
@@ -292,8 +298,12 @@ class Reference:
 
     def ids(self, count: int) -> tuple[list[int], list[int]]:
         """Return ids and assistant mask of the first messages."""
+        messages = self.messages[:count]
+        if any(None in message.values() for message in messages):
+            # apply_chat_template takes null out before the template sees it.
+            return self.tokenizer(self.text(count), add_special_tokens=False)["input_ids"], []
         found = self.tokenizer.apply_chat_template(
-            self.messages[:count],
+            messages,
             tools=self.tools,
             chat_template=self.template,
             return_dict=True,
@@ -379,20 +389,6 @@ LEFT_OUT = "the template leaves out a part"
 FAILS = "the template fails"
 MISSING = "the template needs a missing value"
 CHANGES = "the template changes earlier messages"
-NOT_COMPARED = "not compared"
-
-
-def not_compared(drawn: Drawn, name: str) -> str:
-    """Return why a pair is not compared: a gap that is known.
-
-    Beside an answer whose text has its reasoning, parts of a list are passed in another form than
-    to a template that walks over them otherwise.
-    """
-    contents = [message.get("content") for message in drawn.row["messages"]]
-    lists = any(isinstance(content, list) for content in contents)
-    inline = any(isinstance(content, str) and "</think>" in content for content in contents)
-    walks = NEEDS.get(name, Needs()).parts == "listed"
-    return f"{NOT_COMPARED}: parts beside reasoning" if lists and inline and walks else ""
 
 
 def why_wrong(reference: Reference, refusal: str) -> str:
@@ -413,11 +409,34 @@ def why_wrong(reference: Reference, refusal: str) -> str:
         texts = reference.own
         if reference.drawn.answers == "all" and reference.marked:
             texts = [(len(reference.given), reference.answers)]
-        # The detail may name a part that is lost in another form of the messages alone.
-        return "" if reference.lost(texts) else "the reference writes each part"
+        lost = reference.lost(texts)
+        if not lost:
+            return "the reference writes each part"
+        return "" if _named(refusal) & _names(lost) else f"another part is lost: {sorted(lost)}"
     if reason == CHANGES and reference.drawn.answers == "all":
         return "" if len(reference.own) > 1 else "the reference changes nothing"
     return "the reason is not one of those that are known to be right"
+
+
+_PLACE = re.compile(r"(part \d+|text|reasoning|call \d+) of message (\d+)")
+_KINDS = {"text": ("text", "inline"), "reasoning": ("reasoning",), "call": ("call",)}
+
+
+def _named(refusal: str) -> set[tuple[int, str]]:
+    """Return the message and possible kinds of the part that a refusal names."""
+    part = refusal.partition("; ")[0]
+    if re.search(r"the schema of tool \d+$", part):
+        return {(-1, "schema")}
+    found = list(_PLACE.finditer(part))
+    if not found:
+        return set()
+    kind = found[-1][1].split()[0]
+    kinds = _KINDS["text" if kind == "part" else kind]
+    return {(int(found[-1][2]), each) for each in kinds}
+
+
+def _names(tags: set[Tag]) -> set[tuple[int, str]]:
+    return {(tag.message, tag.kind) for tag in tags}
 
 
 def difference(
@@ -482,8 +501,18 @@ class Outcome(NamedTuple):
 
 @lru_cache
 def template_of(name: str) -> str:
-    """Return a template's text."""
-    return (RECENT / f"{name}.jinja").read_text(encoding="utf-8")
+    """Return a template's text, or that of its marked twin."""
+    text = (RECENT / f"{name.removesuffix(MARKED)}.jinja").read_text(encoding="utf-8")
+    if not name.endswith(MARKED):
+        return text
+    text = text.replace("{#- answer #}", "{%- generation %}")
+    return text.replace("{#- end of answer #}", "{%- endgeneration %}")
+
+
+def _with_twins() -> dict[str, str]:
+    """Return the name of each template's marked twin, if it has one, or else its own."""
+    twins = {name: f"{name}{MARKED}" for name in NAMES}
+    return {n: twin if template_of(twin) != template_of(n) else n for n, twin in twins.items()}
 
 
 def outcomes(seed: int, count: int, folder: Path) -> Iterator[Outcome]:
@@ -494,19 +523,21 @@ def outcomes(seed: int, count: int, folder: Path) -> Iterator[Outcome]:
     draws = random.Random(seed)
     paths = {name: write(folder / name) for name, write in FOLDERS.items()}
     theirs = {name: AutoTokenizer.from_pretrained(path) for name, path in paths.items()}
+    twins = _with_twins()
+    for name in {*twins, *twins.values()}:
+        (folder / f"{name}.jinja").write_text(template_of(name), encoding="utf-8")
     ours: Callable[[str, str], Tokenizer] = lru_cache(maxsize=None)(
         lambda name, template: from_record(
-            FileTokenizer(path=str(paths[name]), template=str(RECENT / f"{template}.jinja")),
+            FileTokenizer(path=str(paths[name]), template=str(folder / f"{template}.jinja")),
             lambda *_: iter(()),  # type: ignore[arg-type,return-value]
         )
     )
     for _ in range(count):
         drawn = draw(draws)
         for _ in range(PAIRS):
-            template, name = draws.choice(NAMES), draws.choice(list(FOLDERS))
-            if gap := not_compared(drawn, template):
-                yield Outcome(template, name, gap, "", drawn)
-                continue
+            template = draws.choice(NAMES)
+            template = draws.choice([template, twins[template]])
+            name = draws.choice(list(FOLDERS))
             reference = Reference(drawn, template, theirs[name])
             found, refusal = prepared(drawn, ours(name, template), folder / "line.jsonl")
             differs = difference(reference, found, refusal)
