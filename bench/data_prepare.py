@@ -5,8 +5,10 @@ file, tokenize it with the same ``tokenizer.json`` and write tokens: ours to tok
 (``load_dataset`` and a batched ``map`` with the fast tokenizer of transformers) to Arrow files,
 with one process and with one per core, of which the better counts for each figure. Commands
 alternate, each in a process of its own. Processor time is that of a process and its children;
-memory is the highest sum of their proportional set sizes, which is sampled. Other programs on the
-machine move wall time, and processor time less. Linux; the peer's Python needs ``datasets`` and
+memory is the highest sum of their proportional set sizes, which is sampled, so what processes share
+counts once. It is measured twice: with all pages, and without those of files, which the system can
+drop (the peer maps its Arrow files). Other programs on the machine move wall time, and processor
+time less. Linux; the peer's Python needs ``datasets`` and
 ``transformers`` (no torch).
 
     python bench/data_prepare.py --rounds 3 --peer-python /path/to/venv/bin/python --save
@@ -37,7 +39,7 @@ SAMPLE = 3_000_000
 """Characters on which the tokenizer is trained."""
 SECONDS = 0.05
 """Time between two samples of memory."""
-BOUNDS = {"processor_s": 0.75, "wall_s": 0.75, "peak_mb": 0.25}
+BOUNDS = {"processor_s": 0.75, "wall_s": 0.75, "peak_mb": 0.25, "peak_own_mb": 0.25}
 PEER = """
 import sys
 import datasets
@@ -73,13 +75,17 @@ class Cost(NamedTuple):
     wall_s: float
     peak_mb: float
     """Highest memory of all its processes together, in MB."""
+    peak_own_mb: float
+    """The same without pages of files."""
 
 
 def write_corpus(file: Path, n_bytes: int) -> list[str]:
     """Write about ``n_bytes`` of text as JSON lines; return the texts that a tokenizer learns."""
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     paths = (path for folder in folders for path in sorted(folder.rglob("*.py")))
-    written, sample, sampled = 0, list[str](), 0
+    written = 0
+    sample = list[str]()
+    sampled = 0
     with file.open("w", encoding="utf-8") as out:
         for path in _each_once(paths):
             try:
@@ -116,26 +122,32 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def memory_mb(pid: int) -> float:
-    """Return the sum of the proportional set sizes of a process and its descendants, in MB."""
-    total = 0
+def memory_mb(pid: int) -> tuple[float, float]:
+    """Return the memory of a process and its descendants in MB, and that without pages of files."""
+    pages = {"Pss:": 0, "Pss_File:": 0}
     try:
         for member in family(pid):
             for line in Path(f"/proc/{member}/smaps_rollup").read_text().splitlines():
-                total += int(line.split()[1]) if line.startswith("Pss:") else 0
+                name, *values = line.split()
+                if name in pages:
+                    pages[name] += int(values[0])
     except (OSError, ValueError):  # one has ended
-        return 0.0
-    return total / 1e3
+        return 0.0, 0.0
+    return pages["Pss:"] / 1e3, (pages["Pss:"] - pages["Pss_File:"]) / 1e3
 
 
 def run(command: Sequence[str | Path]) -> Cost:
     """Run a command and return what it took; raise if it fails."""
-    before, began, peak = os.times(), time.perf_counter(), 0.0
+    before = os.times()
+    began = time.perf_counter()
+    peak = own = 0.0
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen([str(c) for c in command], stdout=said, stderr=said, env=env)
         while process.poll() is None:
-            peak = max(peak, memory_mb(process.pid))
+            all_pages, own_pages = memory_mb(process.pid)
+            peak = max(peak, all_pages)
+            own = max(own, own_pages)
             time.sleep(SECONDS)
         if process.returncode:
             said.seek(0)
@@ -143,12 +155,13 @@ def run(command: Sequence[str | Path]) -> Cost:
     after = os.times()
     processor = after.children_user + after.children_system
     processor -= before.children_user + before.children_system
-    return Cost(processor, time.perf_counter() - began, peak)
+    return Cost(processor, time.perf_counter() - began, peak, own)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[Cost]]:
     """Return the costs of each program, by rounds."""
-    corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
+    corpus = folder / "corpus.jsonl"
+    tokenizer = folder / "tokenizer"
     sample = write_corpus(corpus, args.megabytes * 1_000_000)
     tokenizer.mkdir()
     learned = train(BpeTokenizer(vocab=VOCAB), lambda _: iter(sample))
@@ -183,7 +196,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         costs = measure(args, Path(folder))
-    ours, theirs = costs.pop("moefold"), list(costs.values())
+    ours = costs.pop("moefold")
+    theirs = list(costs.values())
     ratios = {
         figure: [
             getattr(mine, figure) / min(getattr(each[i], figure) for each in theirs)

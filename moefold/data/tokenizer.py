@@ -32,6 +32,7 @@ from moefold.data.config import (
     check_vocab_size,
     tokenizer_file,
 )
+from moefold.data.cuts import divide, find_places
 from moefold.data.folder.files import TEMPLATE_FILE, TOKENIZER_CONFIG, read_sidecars
 from moefold.data.folder.post_processor import added_around, around_texts
 from moefold.data.folder.tokens import assemble, is_byte_level, token_text
@@ -42,6 +43,11 @@ END = "<|endoftext|>"
 _KNOWN_END_TOKENS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]")
 _SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 """Text whose spaces ``clean_up_tokenization_spaces`` removes, in this order (transformers 5.24)."""
+GROUP = 250_000
+"""Characters that are encoded at a time, unless one text that cannot be divided has more.
+
+While they are, each takes about 100 bytes.
+"""
 STDERR = 2
 _STDERR_LOCK = threading.Lock()
 TextSampler = Callable[[int], Iterator[str]]
@@ -156,30 +162,51 @@ class Tokenizer:
         Special tokens in a text are recognised; one that is at its place already is not added.
         """
         return [
-            np.array([*self._missing_head(ids_N), *ids_N, *self._missing_tail(ids_N)], np.int64)
-            for ids_N in (ids_N.tolist() for ids_N, _ in self.encode_chats(texts))
+            self._with_added(ids_N, self._missing_tail(ids_N))
+            for ids_N, _ in self.encode_chats(texts)
         ]
 
-    def _missing_head(self, ids: list[int]) -> tuple[int, ...]:
-        """Return the ids to add before a text, unless it begins with them."""
-        return () if tuple(ids[: len(self.head)]) == self.head else self.head
+    def _with_added(self, ids_N: np.ndarray, tail: tuple[int, ...]) -> np.ndarray:
+        """Return a text's ids with the tokens before it that it lacks, and ``tail``."""
+        head = () if tuple(ids_N[: len(self.head)].tolist()) == self.head else self.head
+        return np.concatenate([np.array(head, np.int64), ids_N, np.array(tail, np.int64)])
 
-    def _missing_tail(self, ids: list[int]) -> tuple[int, ...]:
+    def _missing_tail(self, ids_N: np.ndarray) -> tuple[int, ...]:
         """Return the ids to add after a text, unless it ends with them."""
-        return () if self.tail and tuple(ids[-len(self.tail) :]) == self.tail else self.tail
+        n = len(self.tail)
+        return () if n and tuple(ids_N[-n:].tolist()) == self.tail else self.tail
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return int64 [N] ids of each document: a text as by :meth:`encode_texts`, then end."""
-        with parallel_encoding(), _library_errors(self.source):
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         documents = []
-        for encoding in encodings:
-            body = encoding.ids
-            ends = [*body, *self._missing_tail(body)]
-            if ends[-1:] != [self.end_id]:
-                ends.append(self.end_id)
-            documents.append(np.array([*self._missing_head(body), *ends], dtype=np.int64))
+        for ids_N in self._encode_parts(texts):
+            tail = self._missing_tail(ids_N)
+            last = tail[-1:] or tuple(ids_N[-1:].tolist())
+            ends = tail if last == (self.end_id,) else (*tail, self.end_id)
+            documents.append(self._with_added(ids_N, ends))
         return documents
+
+    @cached_property
+    def _places(self) -> re.Pattern[str] | None:
+        """Where a text can be cut; None if it has to stay whole (:mod:`moefold.data.cuts`)."""
+        return find_places(json.loads(self.text))
+
+    def _encode_parts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return int64 [N] ids of each text alone; long ones are encoded in parts."""
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        parts = (
+            (number, part)
+            for number, text in enumerate(texts)
+            for part in (divide(text, self._places) if self._places else (text,))
+        )
+        for group in _groups(parts):
+            with parallel_encoding(), _library_errors(self.source):
+                encodings = self._backend.encode_batch_fast(
+                    [part for _, part in group], add_special_tokens=False
+                )
+            for (number, _), encoding in zip(group, encodings, strict=True):
+                found[number].append(np.array(encoding.ids, np.int64))
+        return [np.concatenate(ids) for ids in found]
 
     @cached_property
     def _chat_backend(self) -> tokenizers.Tokenizer:
@@ -284,6 +311,21 @@ class Tokenizer:
         config |= {"files": self.files, "special_as_text": self.special_as_text}
         config |= {"notes": self.notes}
         write_json(file.with_name(TOKENIZER_CONFIG), config)
+
+
+def _groups(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Yield numbered texts in groups of at most ``GROUP`` characters, or of one text."""
+    group: list[tuple[int, str]] = []
+    chars = 0
+    for number, part in parts:
+        if group and chars + len(part) > GROUP:
+            yield group
+            group = []
+            chars = 0
+        group.append((number, part))
+        chars += len(part)
+    if group:
+        yield group
 
 
 def load(path: Path) -> Tokenizer:

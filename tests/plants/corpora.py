@@ -7,6 +7,8 @@ FOREIGN_TOKENIZERS = "tests/pure/test_data_foreign_tokenizers.py::"
 CUT = CORPORA + "test_b43_a_compressed_file_that_is_cut_off_is_refused"
 PLAIN = CORPORA + "test_b43_compressed_lines_are_those_of_the_plain_file"
 FOREIGN = CORPORA + "test_b45_other_kinds_of_files_are_never_text"
+PARTS = "tests/pure/test_data_cuts.py::test_b65_parts_have_the_ids_of_the_whole"
+STAY_WHOLE = "tests/pure/test_data_cuts.py::test_b65_texts_of_other_tokenizers_stay_whole"
 SAVED = CORPORA + "test_b47_a_saved_folder_is_the_files_of_its_state"
 
 PLANTS = (
@@ -113,5 +115,37 @@ PLANTS = (
         "data/foreign_tokenizers.py",
         "    _prove(file, text, encode)\n",
         "",
+    ),
+    Plant(
+        "b65",
+        "a text is cut before a line that belongs to the signs before it",
+        PARTS,
+        "data/cuts.py",
+        "{_SPACES}|[A-Za-z0-9](?=",
+        "{_SPACES}|[!-~](?=",
+    ),
+    Plant(
+        "b65",
+        "a text is cut at lines although a space is put before each part",
+        PARTS,
+        "data/cuts.py",
+        "if len(found) == 1 and not puts_space:",
+        "if len(found) == 1:",
+    ),
+    Plant(
+        "b65",
+        "an added token may reach across a place to cut",
+        STAY_WHOLE,
+        "data/cuts.py",
+        "if any(_reaches_across(token) for",
+        "if any(False for",
+    ),
+    Plant(
+        "b65",
+        "merges over a space are not looked for",
+        STAY_WHOLE,
+        "data/cuts.py",
+        'not any(re.search(f"[!-~]{_METASPACE}", token) for token in vocab)',
+        "True",
     ),
 )

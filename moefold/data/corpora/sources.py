@@ -32,17 +32,16 @@ from moefold.data.corpora.streams import (
     open_stream,
 )
 from moefold.data.corpora.tables import is_saved, is_text, open_saved, open_table
-from moefold.data.tokenizer import Tokenizer, parallel_encoding
+from moefold.data.tokenizer import GROUP, Tokenizer, parallel_encoding
 
 MAX_NAMES = 20
 MAX_REFUSED = 8
 """Maximum number of unreadable documents in an error."""
 MAX_LONG = 10
 """Maximum number of overlong documents in an error."""
-_BATCH_CHARS = 500_000
+_BATCH_CHARS = GROUP
 _BATCH_DOCUMENTS = 1024
-"""Maximum size of a batch that is tokenized at once, unless it is one document. While it is, its
-text takes about 100 bytes per character."""
+"""Maximum size of a batch, unless it is one document."""
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 TABLE_FOLDERS = {"encodings", "pydoc_data"}
 EXCLUDED_FOLDERS = TEST_FOLDERS | TABLE_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}

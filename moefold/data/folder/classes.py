@@ -206,13 +206,18 @@ def _gemma(settings: Settings) -> Content:
     }
 
 
-def _qwen(letters: str) -> Callable[[Settings], Content]:
-    """Return what a class of Qwen's brings; ``letters`` are the characters of words."""
+def qwen_words(letters: str) -> str:
+    """Return the expression that divides text; ``letters`` are the characters of words."""
     words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{letters}+|\p{{N}}"
     signs = rf"[^\s{letters.strip('[]')}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return f"{words}| ?{signs}"
+
+
+def _qwen(letters: str) -> Callable[[Settings], Content]:
+    """Return what a class of Qwen's brings; ``letters`` are the characters of words."""
     split = {
         "type": "Split",
-        "pattern": {"Regex": f"{words}| ?{signs}"},
+        "pattern": {"Regex": qwen_words(letters)},
         "behavior": "Isolated",
         "invert": False,
     }
@@ -309,13 +314,13 @@ _BERT_TOKENS = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-_WORDS = r"\p{L}"
-_WORDS_AND_MARKS = r"[\p{L}\p{M}]"
+LETTERS = r"\p{L}"
+LETTERS_AND_MARKS = r"[\p{L}\p{M}]"
 REBUILT: dict[str, Rebuilt] = {
     "LlamaTokenizer": Rebuilt("BPE", _LLAMA_TOKENS, _llama),
     "GemmaTokenizer": Rebuilt("BPE", _GEMMA_TOKENS, _gemma),
-    "Qwen2Tokenizer": Rebuilt("BPE", _QWEN_TOKENS, _qwen(_WORDS), "plain"),
-    "Qwen3_5Tokenizer": Rebuilt("BPE", _QWEN_TOKENS, _qwen(_WORDS_AND_MARKS)),
+    "Qwen2Tokenizer": Rebuilt("BPE", _QWEN_TOKENS, _qwen(LETTERS), "plain"),
+    "Qwen3_5Tokenizer": Rebuilt("BPE", _QWEN_TOKENS, _qwen(LETTERS_AND_MARKS)),
     "GPT2Tokenizer": Rebuilt("BPE", _GPT2_TOKENS, _gpt2),
     "GPTNeoXTokenizer": Rebuilt("BPE", _GPT2_TOKENS | {"pad_token": "<|padding|>"}, _gpt_neox),
     "CohereTokenizer": Rebuilt("BPE", _COHERE_TOKENS, _cohere, "kept"),
