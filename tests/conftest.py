@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.compiled import compile_share
 from tests.outside import forget
 
 # Set before torch or tokenizers are imported by any test, and inherited by processes tests start.
@@ -28,6 +29,11 @@ settings.load_profile("house")
 # A shell that starts tests in the background has Ctrl-C ignored, and all that they start with it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile what workers have in common, each a part of it."""
+    compile_share(config)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
