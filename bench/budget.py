@@ -98,14 +98,14 @@ def budget_of(run: Run, layout: Layout) -> Budget:
     with apart(told, launches.note, launches.waits), attention_as_one(launches):
         data = data_of(decoder, layout, ranks)
         optimizer = data.optimizer(run.optim)
-        recorder = data.placed.world.recorder
+        recorder = data.parts.world.recorder
         launches.label = lambda: recorder.label
         with launches, _told_of_micro_batches(launches, budget):
             gradients(data, [micro_batch(rows)] * (STEADY + 1), run.train.loss_chunk)
             launches.keep(p.grad for p in data.params.values())
             optimizer.step(0.5)
             data.refresh_weights()
-            for _, mixture in data.placed.model.moe_layers():
+            for _, mixture in data.parts.model.moe_layers():
                 mixture.balance.finish_step(mixture.router)
         budget.waits_step = dict(launches.waits - Counter(budget.waits_step))
     least, budget.calls = launches.least(), launches.calls

@@ -83,8 +83,8 @@ def write_both(at: Path) -> None:
 
 def ours(at: Path, precision: Any) -> Step:
     """Return our step."""
-    placed = build_parts(adapt(SHAPE, LORA), precision, Layout(), World.single(), "meta")
-    data = ShardedState(placed)
+    parts = build_parts(adapt(SHAPE, LORA), precision, Layout(), World.single(), "meta")
+    data = ShardedState(parts)
     optimizer = data.optimizer(AdamW(lr=LR, weight_decay=0.0))
     with import_folder(at / "base") as base:
         first = open_adapter(at / "adapter", at / "base", base.decoder, base.tensors)

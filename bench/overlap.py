@@ -209,29 +209,29 @@ def build(trial: Trial, schedule: str, world: World) -> ShardedState:
     """Return this rank's parts, paced."""
     layout = Layout.model_validate({"sizes": trial.sizes, "schedule": {"kind": schedule}})
     record = decoder(trial)
-    placed = apply.build_parts(record, "fp32", layout, world)
-    initialise(placed.model, record, 1, placed.shards)
-    for layer in placed.model.layers.values() if trial.compute_s else ():
+    parts = apply.build_parts(record, "fp32", layout, world)
+    initialise(parts.model, record, 1, parts.shards)
+    for layer in parts.model.layers.values() if trial.compute_s else ():
         slow = partial(paced, layer.segments, trial.compute_s)  # type: ignore[arg-type]
         layer.segments, layer.forward = slow, partial(in_turn, slow)  # type: ignore[assignment]
-    return ShardedState(placed)
+    return ShardedState(parts)
 
 
 def one_rank(spot: Any, trial: Trial) -> dict[str, list[Trace]]:
     """Run both schedules in turns on this rank; returns the trace of every step."""
     torch.set_num_threads(1)
     world = World.open(Folding(Layout(sizes=trial.sizes).split, trial.ranks), "cpu", 120)
-    placed = {kind: build(trial, kind, world) for kind in ("1f1b", "merged")}
+    states = {kind: build(trial, kind, world) for kind in ("1f1b", "merged")}
     drawn = torch.Generator().manual_seed(spot.rank)
     texts = [torch.randint(0, 256, (trial.rows,), generator=drawn).tolist() for _ in range(16)]
     batches = [pack([text], pad_to=1) for text in texts]
     collectives.exchange = delay_exchanges(trial, collectives.exchange)
-    found: dict[str, list[Trace]] = {kind: [] for kind in placed}
+    found: dict[str, list[Trace]] = {kind: [] for kind in states}
     for _ in range(trial.repeats + 1):
-        for kind, parts in placed.items():
+        for kind, state in states.items():
             Timed.trace = Trace()
             start = time.perf_counter()
-            step.gradients(parts, batches, 1024, executor=lambda *given: Timed(*given).run())
+            step.gradients(state, batches, 1024, executor=lambda *given: Timed(*given).run())
             Timed.trace.step_s = time.perf_counter() - start
             found[kind].append(Timed.trace)
     return {kind: traces[1:] for kind, traces in found.items()}

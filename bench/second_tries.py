@@ -36,11 +36,11 @@ from moefold.parallel import limits
 REAL, DRAW, FIRST = limits.missing_room, Random({seed}), []
 
 
-def missing(placed, overflow):
-    found = REAL(placed, overflow)
+def missing(parts, overflow):
+    found = REAL(parts, overflow)
     if overflow:
         flagged, rank = DRAW.random() < {share}, DRAW.randrange(2)
-        if flagged and rank == placed.world.rank:
+        if flagged and rank == parts.world.rank:
             return torch.full_like(found, 3)
     return found
 

@@ -58,7 +58,7 @@ class Allocating(MemoryProbe):
     """Asks a device's allocator too."""
 
     def _measure(self) -> Bytes:
-        there = torch.cuda.memory_allocated() if self._placed.world.device.type == "cuda" else 0
+        there = torch.cuda.memory_allocated() if self._parts.world.device.type == "cuda" else 0
         return super()._measure() | {"allocated": there}
 
 
@@ -87,7 +87,7 @@ def run(bench: Bench) -> int:
 def case_of(trial: Trial, data: ShardedState) -> Case:
     """Return a trial's step as the planner takes it, on the device that it runs on."""
     task = TrainingTask(
-        trial.name, trial.decoder, trial.rows, trial.micro_batches, cluster_of(data.placed.world),
+        trial.name, trial.decoder, trial.rows, trial.micro_batches, cluster_of(data.parts.world),
         NumberFormats("bf16", OPTIMIZER), load=1.0, software=Software(loss_chunk=LOSS_CHUNK),
     )  # fmt: skip
     return layout_choice(trial.layout, 1, "bf16").build_case(task)

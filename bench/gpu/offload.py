@@ -62,7 +62,7 @@ def measured(bench: Bench, trial: AwayTrial, plain: float | None) -> dict[str, A
     if bench.smoke:
         trial = replace(trial, **vars(small(trial)) | {"micro_batches": MICRO_BATCHES})
     data = drawn(trial, 1, bench.device)
-    step, offload = stepping(trial, data), data.placed.offload
+    step, offload = stepping(trial, data), data.parts.offload
     took = timed({"step": step}, bench.device, 1 if bench.smoke else ROUNDS)["step"]
     places = {} if offload is None else offload.stores
     before = {name: place.stats.moved for name, place in places.items()}

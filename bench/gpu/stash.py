@@ -109,7 +109,7 @@ def stepped(bench: Bench, trial: Trial) -> Mapping[str, Any]:
         if on_device:
             torch.cuda.reset_peak_memory_stats()
             step()
-    stash = data.placed.offload and data.placed.offload.stash
+    stash = data.parts.offload and data.parts.offload.stash
     pages = (
         {} if not stash else {str(one.rows_SD.shape[1]): one.pages for one in stash.rings.values()}
     )

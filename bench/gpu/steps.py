@@ -203,7 +203,7 @@ def drawn(
         for name, parameter in data.params.items():
             one = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.normal_(one, 0.0 if one else trial.decoder.init_std)
-        for buffer in data.placed.model.buffers():
+        for buffer in data.parts.model.buffers():
             buffer.zero_()
     data.refresh_weights()
     return data
@@ -218,7 +218,7 @@ def stepping(trial: Trial, data: ShardedState) -> Callable[[], None]:
         figures = gradients(data, batches, LOSS_CHUNK, executor=executor)
         optimizer.step(clip_scale(figures.grad_norm, 1.0))
         data.refresh_weights()
-        for _, mixture in data.placed.model.moe_layers():
+        for _, mixture in data.parts.model.moe_layers():
             mixture.balance.finish_step(mixture.router)
 
     return step

@@ -114,8 +114,8 @@ def stream_weights(
     Raises:
         ValueError: if a row of a tensor is larger than a bucket, or the run trains adapters.
     """
-    ranks = data.placed.world.on_host
-    decoder = data.placed.model.record
+    ranks = data.parts.world.on_host
+    decoder = data.parts.model.record
     if adapter_scales(decoder):
         raise ValueError(
             "cannot stream the weights of a run with adapters; save a checkpoint and use moefold "

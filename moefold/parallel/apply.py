@@ -101,9 +101,9 @@ def build_parts(
         ValueError: if an axis does not divide a dim that it cuts.
     """
     model = DecoderModel(decoder, precision, layout.dispatch, layout.experts, "meta")
-    placed = partition_model(model, layout, world)
+    parts = partition_model(model, layout, world)
     model.to_empty(device=device)
-    return placed
+    return parts
 
 
 def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts:
@@ -179,12 +179,12 @@ def _shard_parameters(model: DecoderModel, world: World) -> dict[str, Shard]:
 
 
 def build_flow(
-    placed: ModelParts, batch: MicroBatch, training: bool = True, exact: bool = False
+    parts: ModelParts, batch: MicroBatch, training: bool = True, exact: bool = False
 ) -> Flow:
     """Return the ``Flow`` of this rank's rows of a micro-batch, which is whole and on the host."""
-    model = placed.model
-    layout = placed.layout
-    world = placed.world
+    model = parts.model
+    layout = parts.layout
+    world = parts.world
     device = world.device
     depth = len(model.record.multi_token) if training else 0
 
@@ -193,7 +193,7 @@ def build_flow(
         return rows.to(device), None if piece is None else piece.to(device)
 
     rows, piece = local_on_device(batch)
-    offload = placed.offload.without_pages() if placed.offload and exact else placed.offload
+    offload = parts.offload.without_pages() if parts.offload and exact else parts.offload
     return Flow(
         rows,
         model.recipe,

@@ -14,18 +14,18 @@ from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts
 
 
-def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
+def check_even_rows(parts: ModelParts, batches: Sequence[MicroBatch]) -> None:
     """Raise if micro-batches differ in rows and the dispatcher requires equal numbers.
 
     Raises:
         ValueError: on all ranks, before any row is sent.
     """
-    dispatch = placed.layout.dispatch
+    dispatch = parts.layout.dispatch
     if not isinstance(dispatch, Dispatch) or not dispatch.needs_equal_rows:
         return
     counts = torch.tensor([(1, b.rows, b.rows**2) for b in batches])
-    counts = counts.to(placed.world.device, non_blocking=True)
-    n, rows, squares = sum_(counts.sum(0), placed.world.group("dp")).tolist()
+    counts = counts.to(parts.world.device, non_blocking=True)
+    n, rows, squares = sum_(counts.sum(0), parts.world.group("dp")).tolist()
     # Cauchy-Schwarz: n * sum(r**2) >= sum(r)**2, with equality only where all r are equal.
     if n * squares != rows**2:
         raise ValueError(
@@ -35,22 +35,22 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
         )
 
 
-def repeats_on_overflow(placed: ModelParts) -> bool:
+def repeats_on_overflow(parts: ModelParts) -> bool:
     """Return whether a step that exceeded the dispatcher's capacity is repeated without one."""
-    dispatch = placed.layout.dispatch
+    dispatch = parts.layout.dispatch
     return isinstance(dispatch, FixedShape) and dispatch.on_overflow == "again"
 
 
-def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
+def missing_room(parts: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
     """Return the most rows (int64) by which a dispatch exceeded its capacity; None without one.
 
     With pages, a second number: the missing pages, in thousandths.
     """
-    if not isinstance(placed.layout.dispatch, FixedShape):
+    if not isinstance(parts.layout.dispatch, FixedShape):
         return None
-    none = torch.zeros((), dtype=torch.int64, device=placed.world.device)
+    none = torch.zeros((), dtype=torch.int64, device=parts.world.device)
     rows = torch.stack([none, *overflow]).amax()
-    stash = placed.offload and placed.offload.stash
+    stash = parts.offload and parts.offload.stash
     return rows if stash is None else torch.stack([rows, stash.shortage()])
 
 
@@ -63,16 +63,16 @@ class SufficientSettings(NamedTuple):
     """``layout.offload.pages.load``."""
 
 
-def sufficient_settings(placed: ModelParts, missing: Tensor) -> SufficientSettings:
+def sufficient_settings(parts: ModelParts, missing: Tensor) -> SufficientSettings:
     """Return the settings that would have sufficed on every rank.
 
     A collective call, for a step in which any rank exceeded its capacity. ``missing``: this rank's.
     """
-    dispatch = placed.layout.dispatch
-    offload = placed.layout.offload
+    dispatch = parts.layout.dispatch
+    offload = parts.layout.offload
     assert isinstance(dispatch, FixedShape)
-    with placed.world.recorder.module("room"):
-        most = max_(missing.clone(), placed.world.group("world"))
+    with parts.world.recorder.module("room"):
+        most = max_(missing.clone(), parts.world.group("world"))
         rows, *thousandths = map(round, read_scalars(*most.reshape(-1).unbind()))
     load = 0.0
     if offload is not None and offload.pages is not None and any(thousandths):
@@ -80,10 +80,10 @@ def sufficient_settings(placed: ModelParts, missing: Tensor) -> SufficientSettin
     return SufficientSettings(dispatch.max_rows + rows if rows else 0, load)
 
 
-def overflow_error(placed: ModelParts, needed: SufficientSettings) -> ValueError:
+def overflow_error(parts: ModelParts, needed: SufficientSettings) -> ValueError:
     """Return the error for a run that exceeded its capacity, with a sufficient setting."""
-    dispatch = placed.layout.dispatch
-    offload = placed.layout.offload
+    dispatch = parts.layout.dispatch
+    offload = parts.layout.offload
     assert isinstance(dispatch, FixedShape)
     if not needed.needed_rows:
         assert offload is not None and offload.pages is not None

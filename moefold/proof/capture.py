@@ -151,28 +151,28 @@ def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], 
     mode = RecordingFakeMode()
     subject = case.subject
     # bf16, as graphs are for GPUs, and torch has no grouped product in fp32 without values.
-    placed = build_parts(subject.decoder, "bf16", _gpu_layout(subject.decoder, case.layout), world)
-    for module in placed.model.modules():
+    parts = build_parts(subject.decoder, "bf16", _gpu_layout(subject.decoder, case.layout), world)
+    for module in parts.model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, Parameter(mode.from_tensor(p.detach()), p.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, mode.from_tensor(buffer))
     with mode:
-        data = ShardedState(placed)
+        data = ShardedState(parts)
 
     def without_values(rows: MicroBatch) -> MicroBatch:
         names = (name for name in (*ROW_TENSORS, "row_T") if getattr(rows, name) is not None)
         return replace(rows, **{n: mode.from_tensor(getattr(rows, n)) for n in names})
 
     def run(
-        placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
+        parts: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> NoReturn:
         flows = [flow.with_rows(without_values) for flow in flows]
         factors = Factors(*map(mode.from_tensor, factors))
         failed_at = ""
         try:
             with mode:
-                run_step(placed, flows, factors, loss)
+                run_step(parts, flows, factors, loss)
         except Exception as error:  # any failure that zeros may cause
             if not mode.reads:
                 raise

@@ -159,15 +159,15 @@ class RankRun:
         self.precision = case.precision or case.subject.precision
         self.updates = STEPS if case.precision is None else 0
         decoder = case.subject.decoder
-        self.placed: ModelParts = build_parts(decoder, self.precision, case.layout, world)
-        initialise_model(self.placed.model, case.subject, self.placed.shards)
+        self.parts: ModelParts = build_parts(decoder, self.precision, case.layout, world)
+        initialise_model(self.parts.model, case.subject, self.parts.shards)
         position = world.attention
         dp = world.folding.dp
         self.batches: list[MicroBatch] = micro_batches(case.subject)[position.dp :: dp]
-        self.data = ShardedState(self.placed)
-        self.placed = self.data.placed
+        self.data = ShardedState(self.parts)
+        self.parts = self.data.parts
         self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
-        self.objective: Objective = build(case.subject.loss).for_proof(self.placed, case.subject)
+        self.objective: Objective = build(case.subject.loss).for_proof(self.parts, case.subject)
         self.result = RankResult()
 
     def run(self, fault: InjectedFault | None) -> RankResult:
@@ -185,11 +185,11 @@ class RankRun:
             scale = self._gradients(fault)
         result.narrow = tuple(sorted(watch.operations)) if watch else ()
         result.pieces["gradients"] = _copy_slices(self.data.gradients())
-        for number, moe in self.placed.model.moe_layers():
+        for number, moe in self.parts.model.moe_layers():
             for counter in ("load_E", "sent_E", "tokens"):
                 counted = getattr(moe.balance.counters, counter)
                 result.counts[f"layers.{number}.{counter}"] = counted.reshape(-1).tolist()
-        totals, units, _ = evaluate(self.placed, self.batches, LOSS_CHUNK, self.objective)
+        totals, units, _ = evaluate(self.parts, self.batches, LOSS_CHUNK, self.objective)
         result.figures["evaluation"] = [total / max(units, 1) for total in totals]
         for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)

@@ -125,8 +125,10 @@ class _QuantisedCuts(NamedTuple):
             largest = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
             units = [u for u in (*model.units, *self.units) if u.axis == axis]
             divisors.append([n for n in range(1, largest + 1) if all(u.allows(n) for u in units)])
-        updates = (dict(zip(axes, values, strict=True)) for values in product(*divisors))
-        candidates = (sizes.model_copy(update=update) for update in updates)
+        candidates = (
+            sizes.model_copy(update=dict[str, int](zip(axes, values, strict=True)))
+            for values in product(*divisors)
+        )
         legal = (c for c in candidates if not any(self.violated_rules(c, seq)))
 
         def distance(candidate: Sizes) -> tuple[float, int, int]:

@@ -23,7 +23,7 @@ from moefold.training.losses.base import CROSS_ENTROPY, Objective
 
 
 def evaluate_sets(
-    placed: ModelParts, loader: Loader, tokens: int | None, loss_chunk: int, objective: Objective
+    parts: ModelParts, loader: Loader, tokens: int | None, loss_chunk: int, objective: Objective
 ) -> dict[str, float | int]:
     """Return ``val_loss`` over all held-out sets, and loss and bits per byte of each.
 
@@ -33,7 +33,7 @@ def evaluate_sets(
     nats = labels = 0.0
     for name in loader.evaluation_sets:
         batches = loader.evaluation(name, tokens)
-        (loss, *extra_totals), units, n_bytes = evaluate(placed, batches, loss_chunk, objective)
+        (loss, *extra_totals), units, n_bytes = evaluate(parts, batches, loss_chunk, objective)
         metrics[f"val/{name}/loss"] = loss / max(units, 1)
         for figure, total in zip(objective.figures, extra_totals, strict=True):
             metrics[f"val/{name}/{figure}"] = total / max(units, 1)
@@ -46,7 +46,7 @@ def evaluate_sets(
 
 @torch.no_grad()
 def evaluate(
-    placed: ModelParts,
+    parts: ModelParts,
     batches: Iterable[MicroBatch],
     loss_chunk: int,
     objective: Objective = CROSS_ENTROPY,
@@ -57,26 +57,26 @@ def evaluate(
     held-out set may be larger than memory.
     """
     n_sums = 1 + len(objective.figures)
-    figures = torch.zeros(n_sums + 3, dtype=torch.float64, device=placed.world.device)
+    figures = torch.zeros(n_sums + 3, dtype=torch.float64, device=parts.world.device)
     overflow: list[Tensor] = []
-    exact = repeats_on_overflow(placed)
+    exact = repeats_on_overflow(parts)
     for batch in batches:
-        flow = build_flow(placed, batch, training=False, exact=exact)
-        flow = replace(flow, known=objective.known(placed, batch, flow, loss_chunk))
-        with placed.world.recorder.module("evaluation"):
-            if (sums := score(placed, flow, objective.score, loss_chunk)) is not None:
+        flow = build_flow(parts, batch, training=False, exact=exact)
+        flow = replace(flow, known=objective.known(parts, batch, flow, loss_chunk))
+        with parts.world.recorder.module("evaluation"):
+            if (sums := score(parts, flow, objective.score, loss_chunk)) is not None:
                 figures[:n_sums] += sums
         overflow += flow.overflow
-        coordinates = placed.world.attention
+        coordinates = parts.world.attention
         if coordinates.pp == coordinates.cp == coordinates.tp == 0:
             figures[n_sums] += objective.units(batch)
             figures[n_sums + 1] += batch.n_bytes
-    missing = missing_room(placed, overflow)
+    missing = missing_room(parts, overflow)
     if missing is not None:
         figures[-1] = (missing > 0).any()
-    with placed.world.recorder.module("evaluation"):
-        sum_(figures, placed.world.group("world"))
+    with parts.world.recorder.module("evaluation"):
+        sum_(figures, parts.world.group("world"))
     *totals, units, n_bytes, short = read_scalars(*figures.unbind())
     if missing is not None and short > 0:
-        raise overflow_error(placed, sufficient_settings(placed, missing))
+        raise overflow_error(parts, sufficient_settings(parts, missing))
     return totals, round(units), n_bytes

@@ -54,10 +54,10 @@ class Totals(NamedTuple):
     factors: Factors
 
 
-def sum_counts(placed: ModelParts, batches: Sequence[MicroBatch], objective: Objective) -> Totals:
+def sum_counts(parts: ModelParts, batches: Sequence[MicroBatch], objective: Objective) -> Totals:
     """Sum the counts of all data ranks' micro-batches."""
-    world = placed.world
-    multi_token = placed.model.record.multi_token
+    world = parts.world
+    multi_token = parts.model.record.multi_token
     losses = 1 + len(multi_token)
     labels = [sum(b.shift(offset).n_labels for b in batches) for offset in range(1, losses)]
     local = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
@@ -73,7 +73,7 @@ def sum_counts(placed: ModelParts, batches: Sequence[MicroBatch], objective: Obj
 
 
 def reduce_figures(
-    placed: ModelParts,
+    parts: ModelParts,
     result: StepResult,
     totals: Totals,
     norm_squared: Tensor,
@@ -87,8 +87,8 @@ def reduce_figures(
     """
     means = 1 + len(extra_names)
     sizes = len(totals.counts)
-    mixtures = dict(placed.model.moe_layers())
-    names = list(placed.term_layers)
+    mixtures = dict(parts.model.moe_layers())
+    names = list(parts.term_layers)
     values = norm_squared.new_zeros(2 + means + len(names) + (missing is not None))
     values[0] = norm_squared
     values[-1].fill_(stop)  # an assignment would wait for the device
@@ -105,8 +105,8 @@ def reduce_figures(
         ]
         if weighted_terms:
             terms, fractions = (torch.stack(part) for part in zip(*weighted_terms, strict=True))
-            values[index] = (terms * fractions).sum() / placed.term_layers[name]
-    summed = sum_(values, placed.world.group("world"))
+            values[index] = (terms * fractions).sum() / parts.term_layers[name]
+    summed = sum_(values, parts.world.group("world"))
     scalars = read_scalars(*summed.unbind(), *totals.counts.unbind())
     squared, *sums, stops = scalars[:-sizes]
     units, *labels, tokens = scalars[-sizes:]
@@ -120,16 +120,16 @@ def reduce_figures(
     return figures, missing if missing is not None and terms[-1] > 0 else None
 
 
-def routing_health(placed: ModelParts) -> list[dict[str, Any]]:
+def routing_health(parts: ModelParts) -> list[dict[str, Any]]:
     """Return the last step's routing statistics of each mixture of a model, ordered by layer.
 
     All ranks call it; those of one stage have the same statistics.
     """
     layers = []
-    for number, mixture in placed.model.moe_layers():
+    for number, mixture in parts.model.moe_layers():
         figures = mixture.balance.health(mixture.router)
         statistics = {"layer": number, "top_k": mixture.record.router.top_k}
         layers.append(statistics | {name: values.tolist() for name, values in figures.items()})
-    is_first = placed.world.group("stage").index == 0
-    layers_by_rank = gather_objects(layers if is_first else [], placed.world.on_host)
+    is_first = parts.world.group("stage").index == 0
+    layers_by_rank = gather_objects(layers if is_first else [], parts.world.on_host)
     return sorted(chain.from_iterable(layers_by_rank), key=itemgetter("layer"))

@@ -115,9 +115,9 @@ def measure_rank(
     with ranks as world:
         decoder = run.decoder()
         chunk = run.train.loss_chunk
-        placed = build_parts(decoder, precision, run.layout, world)
-        initialise(placed.model, decoder, run.seed, placed.shards)
-        data = ShardedState(placed)
+        parts = build_parts(decoder, precision, run.layout, world)
+        initialise(parts.model, decoder, run.seed, parts.shards)
+        data = ShardedState(parts)
         optimizer = data.optimizer(run.optim)
         shape = run.train.micro_batch, run.data.seq
         batches = random_batches(decoder.vocab, shape, micro_batches, run.seed)
@@ -126,7 +126,9 @@ def measure_rank(
         data.refresh_weights()
         moments = state_bytes(data, optimizer)["moments"]
         steps = measure_step(data, batches, chunk, planned[world.attention.pp])
-        return gather_objects([{**parts, "moments": moments} for parts in steps], world.on_host)
+        return gather_objects(
+            [{**measured, "moments": moments} for measured in steps], world.on_host
+        )
 
 
 def draw_bytes(compared: list[ActionBytes], title: str) -> Figure:

@@ -135,7 +135,7 @@ class MemoryProbe(Executor):
         shared += chain.from_iterable(vars(batch).values() for batch in batches)
         shared += chain.from_iterable(pass_.flow.shared_tensors for pass_ in passes)
         shared += chain.from_iterable(pass_.chunk_pass.seeds for pass_ in passes)
-        offload = self._placed.offload
+        offload = self._parts.offload
         stash = None if offload is None else offload.stash
         host = [] if stash is None else [ring.rows_SD for ring in stash.host.values()]
         shared += [] if stash is None else [*stash.tensors, *host]
@@ -178,7 +178,7 @@ def _operands(value: Any) -> Iterator[Tensor]:
 
 def persistent_tensors(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     """Yield a rank's tensors for parameters and their gradients, each with its part's name."""
-    model = data.placed.model
+    model = data.parts.model
     yield from (("shared", buffer) for buffer in model.buffers())
     # After the model's buffers, which include histories: the last part that names a storage counts.
     histories = (history.buffers() for history in data.histories.values())

@@ -269,7 +269,7 @@ def fill_from_folder(
 ) -> None:
     """Fill weights from an open Hugging Face folder, and A and B of adapters from ``adapters``."""
     tensors = imported.tensors
-    check_names(data.placed.model, tensors, complete=data.placed.world.size == 1)
+    check_names(data.parts.model, tensors, complete=data.parts.world.size == 1)
 
     def read(shard: Shard) -> Tensor:
         if adapters is not None and shard.name.endswith((LORA_A, LORA_B)):

@@ -78,7 +78,7 @@ def decide_update(
 
 def _describe_nonfinite(batches: Sequence[MicroBatch], data: ShardedState) -> str:
     """List the gradients that are not finite, by rank, and the documents of all data ranks."""
-    world = data.placed.world
+    world = data.parts.world
     grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
     documents = [f"{o.name} {o.document}" for batch in batches for o in batch.sources]
     by_rank = gather_objects({"grads": non_finite(grads), "documents": documents}, world.on_host)
@@ -98,8 +98,8 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
 
     All ranks call it. Without quantised products the list is empty.
     """
-    model = data.placed.model
-    world = data.placed.world
+    model = data.parts.model
+    world = data.parts.world
     names = {number: name for name, number in quantised_weight_names(model.record).items()}
     if not names:
         return []
@@ -122,7 +122,7 @@ def replay(data: ShardedState, recompute: Callable[[], Any]) -> str:
     before = digest_bytes(part.tensor for part in data.gradients())
     recompute()
     after = digest_bytes(part.tensor for part in data.gradients())
-    differing = gather_objects(before != after, data.placed.world.on_host)
+    differing = gather_objects(before != after, data.parts.world.on_host)
     ranks = ", ".join(str(rank) for rank, differs in enumerate(differing) if differs)
     if not ranks:
         return "Replay: a fault of the data or the model: all ranks computed the same bits again"

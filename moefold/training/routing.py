@@ -51,9 +51,9 @@ def _valid_tokens(flows: Sequence[Flow]) -> tuple[Tensor, Tensor]:
 class ChoiceWriter:
     """Writes the choices of this rank's routers, step by step."""
 
-    def __init__(self, folder: Path, placed: ModelParts) -> None:
+    def __init__(self, folder: Path, parts: ModelParts) -> None:
         self._folder = folder
-        self._placed = placed
+        self._parts = parts
         self._chosen = dict[str, dict[int, Tensor]]()
         self._tokens: tuple[Tensor, ...] = ()
 
@@ -77,8 +77,8 @@ class ChoiceWriter:
 
     def end(self) -> None:
         """Write the step's file."""
-        world = self._placed.world
-        model = self._placed.model
+        world = self._parts.world
+        model = self._parts.model
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         folder = self._folder / step_name(model.recipe.step)
@@ -98,10 +98,10 @@ class ChoiceWriter:
 class ChoiceReader:
     """Reads the choices of a recorded run in any layout, step by step."""
 
-    def __init__(self, folder: Path, placed: ModelParts) -> None:
+    def __init__(self, folder: Path, parts: ModelParts) -> None:
         self._folder = folder
-        self._recipe = placed.model.recipe
-        self._layers = {f"layers.{n}": moe.record for n, moe in placed.model.moe_layers()}
+        self._recipe = parts.model.recipe
+        self._layers = {f"layers.{n}": moe.record for n, moe in parts.model.moe_layers()}
         self._chosen = dict[str, Tensor]()
 
     def begin(self, flows: Sequence[Flow]) -> list[Flow]:
@@ -184,10 +184,10 @@ def step_executor(data: ShardedState, record: Routing | None) -> Callable[..., A
     if record is None:
         return executor
     kind = ChoiceWriter if record.record else ChoiceReader
-    recorder = kind(Path(record.record or record.replay or ""), data.placed)
+    recorder = kind(Path(record.record or record.replay or ""), data.parts)
 
-    def run(placed: ModelParts, flows: Sequence[Flow], *args: Any) -> StepResult:
-        result = executor(placed, recorder.begin(flows), *args)
+    def run(parts: ModelParts, flows: Sequence[Flow], *args: Any) -> StepResult:
+        result = executor(parts, recorder.begin(flows), *args)
         recorder.end()
         return result
 

@@ -105,8 +105,8 @@ def full_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
 
     They are unsharded and on the host of each rank. All ranks call it.
     """
-    model = data.placed.model
-    ranks = data.placed.world.on_host
+    model = data.parts.model
+    ranks = data.parts.world.on_host
     matching = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
     weights = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in matching}
     for part in data.weights():
@@ -179,7 +179,7 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         # Frozen parameters have their compute dtype here, whatever the stored dtype.
         frozen = {MODEL_PREFIX + n for n, param in data.params.items() if not param.requires_grad}
         missing = [name for name in names if name not in stored]
-        is_single_rank = data.placed.world.size == 1  # else the rest is on other ranks
+        is_single_rank = data.parts.world.size == 1  # else the rest is on other ranks
         unexpected = [name for name in stored if name not in names] if is_single_rank else []
         mismatched = {}
         for name, part in names.items():

@@ -44,17 +44,17 @@ def gradients(
     Raises:
         ValueError: if rows overflowed and the layout has overflow end the run.
     """
-    placed = data.placed
-    with placed.world.recorder.module("step"):
-        totals = sum_counts(placed, batches, objective)
-        limits.check_even_rows(placed, batches)
+    parts = data.parts
+    with parts.world.recorder.module("step"):
+        totals = sum_counts(parts, batches, objective)
+        limits.check_even_rows(parts, batches)
     run = partial(_pass, data, batches, totals, loss_chunk, stop, executor, objective)
     figures, missing = run()
     if missing is None:
         return figures
-    needed = limits.sufficient_settings(placed, missing)
-    if not limits.repeats_on_overflow(placed):
-        raise limits.overflow_error(placed, needed)
+    needed = limits.sufficient_settings(parts, missing)
+    if not limits.repeats_on_overflow(parts):
+        raise limits.overflow_error(parts, needed)
     return replace(run(exact=True)[0], **needed._asdict())
 
 
@@ -72,14 +72,14 @@ def _pass(
 
     Returns the metrics and, if rows overflowed on any rank, the overflow of this one, else None.
     """
-    placed = data.placed
-    model = placed.model
-    world = placed.world
+    parts = data.parts
+    model = parts.model
+    world = parts.world
     module = world.recorder.module
-    flows = [build_flow(placed, batch, exact=exact) for batch in batches]
+    flows = [build_flow(parts, batch, exact=exact) for batch in batches]
     with module("loss"):
         flows = [
-            replace(flow, known=objective.known(placed, batch, flow, loss_chunk))
+            replace(flow, known=objective.known(parts, batch, flow, loss_chunk))
             for batch, flow in zip(batches, flows, strict=True)
         ]
     data.begin_step(len(batches))
@@ -91,13 +91,13 @@ def _pass(
             return objective(x_TD, head, flow, scale=scale, chunk=loss_chunk)
 
     with module("pipeline"):
-        result = executor(placed, flows, totals.factors, loss)
+        result = executor(parts, flows, totals.factors, loss)
     with module("gradients"):
         norm_squared = data.finish()
     with module("counters"):
         sum_counters([mixture.balance for _, mixture in model.moe_layers()], world.group("stage"))
-    missing = limits.missing_room(placed, [count for flow in flows for count in flow.overflow])
+    missing = limits.missing_room(parts, [count for flow in flows for count in flow.overflow])
     offsets = range(1, 1 + len(model.record.multi_token))
     extra_names = [*objective.figures, *(f"multi_token/{number}" for number in offsets)]
     with module("figures"):
-        return reduce_figures(placed, result, totals, norm_squared, stop, missing, extra_names)
+        return reduce_figures(parts, result, totals, norm_squared, stop, missing, extra_names)

@@ -148,12 +148,12 @@ class Trainer:
                 self.loader = open_loader(run, prepared(), world)
                 check_ranks_agree(run, self.plugins, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
-                placed = build_parts(self.decoder, choice.precision, run.layout, world, "meta")
+                parts = build_parts(self.decoder, choice.precision, run.layout, world, "meta")
                 with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
-                    self.data = ShardedState(placed, has_values=scratch is None)
+                    self.data = ShardedState(parts, has_values=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
-                self.placed = self.data.placed
-                self.model = self.data.placed.model
+                self.parts = self.data.parts
+                self.model = self.data.parts.model
                 self.executor = step_executor(self.data, run.train.routing)
                 self.counts = count(self.decoder)
                 self.utilisation = Utilisation(choice.machine, self.model.recipe.dtype, world)
@@ -407,7 +407,7 @@ class Trainer:
             tokens = None if is_finished and record.at_end == "all" else record.tokens
         loss_chunk = self.run.train.loss_chunk
         loss = self.objective
-        metrics = evaluate_sets(self.placed, self.loader, tokens, loss_chunk, loss)
+        metrics = evaluate_sets(self.parts, self.loader, tokens, loss_chunk, loss)
         self._call_hooks("on_evaluate", metrics)
         return metrics
 
@@ -443,7 +443,7 @@ class Trainer:
     @on_all_ranks
     def health(self) -> list[dict[str, Any]]:
         """Return the last step's routing statistics of each mixture, ordered by layer."""
-        return routing_health(self.placed)
+        return routing_health(self.parts)
 
     @on_all_ranks
     def weights(self, pattern: str) -> dict[str, torch.Tensor]:
@@ -460,7 +460,7 @@ class Trainer:
     @on_all_ranks
     def generate(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         """Return the token ids generated after each prompt; options of ``model.generate``."""
-        return generate(incremental_logits(self.placed), prompts, **options)
+        return generate(incremental_logits(self.parts), prompts, **options)
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to save and end after the current step, from any rank."""

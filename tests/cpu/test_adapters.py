@@ -137,7 +137,7 @@ def test_b61_gradients_are_those_of_what_dropout_left() -> None:
     assert loss(1) == first and abs(loss(2) - first) > 1e-6
     ids = torch.arange(24).view(2, 12)
     assert torch.equal(model.logits(ids), plain.logits(ids))
-    (total,), labels, _ = evaluate(data.placed, [ROWS], 16)
+    (total,), labels, _ = evaluate(data.parts, [ROWS], 16)
     without = gradients(ShardedState(single_rank_parts(plain)), [ROWS], loss_chunk=16).lm_loss
     assert total / labels == pytest.approx(without, rel=1e-12)
 

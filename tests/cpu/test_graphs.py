@@ -121,7 +121,7 @@ def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
     check(plain, found, 5)
     for run in (plain, found):
         name = "layers.1.attention.q.weight"
-        held = run.data.placed.model.get_parameter(name)
+        held = run.data.parts.model.get_parameter(name)
         held.data = held.data.clone() * 2
     Tapes.made = 0
     check(plain, found, 5)
@@ -130,12 +130,12 @@ def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
 
 def test_b97_memory_that_is_larger_is_not_where_it_was() -> None:
     """Pages of another shape may begin where those of the last one did."""
-    model, room_N, shapes = Run("none").data.placed.model, torch.zeros(8), recording.ShapeTracker()
+    model, room_N, shapes = Run("none").data.parts.model, torch.zeros(8), recording.ShapeTracker()
     stash = SimpleNamespace(tensors=[room_N[:4]])
-    placed: Any = SimpleNamespace(model=model, offload=SimpleNamespace(stash=stash))
-    assert shapes.weights_moved(placed) and not shapes.weights_moved(placed)
+    parts: Any = SimpleNamespace(model=model, offload=SimpleNamespace(stash=stash))
+    assert shapes.weights_moved(parts) and not shapes.weights_moved(parts)
     stash.tensors = [room_N]
-    assert shapes.weights_moved(placed)
+    assert shapes.weights_moved(parts)
 
 
 @pytest.mark.parametrize("graphs", BOTH)

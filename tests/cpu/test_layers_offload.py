@@ -189,8 +189,8 @@ def test_a_run_sends_away_what_its_plan_says(tmp_path: Path) -> None:
         said = f"{', '.join(offload.host.modules)} of 100% of the layers"
         assert ("on host", said) in [row[:2] for row in banner_rows(job)]
         job.step(), job.step()
-        assert job.placed.offload is not None
-        assert job.placed.offload.stores["host"].stats.moved > 0
+        assert job.parts.offload is not None
+        assert job.parts.offload.stores["host"].stats.moved > 0
         assert not equal(weights(job), wanted)
 
 

@@ -419,7 +419,7 @@ def test_b89_heads_are_matrices_of_their_own() -> None:
     found, grads = [], dict[str, Tensor]()
     for by_heads in (False, True):
         data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))
-        initialise(data.placed.model, described, 1)
+        initialise(data.parts.model, described, 1)
         rule = Muon(by_heads=by_heads, weight_decay=0.0, lr=1.0, nesterov=False)
         optimizer = data.optimizer(rule)
         before = {name: p.detach().clone() for name, p in data.params.items()}

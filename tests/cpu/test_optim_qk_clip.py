@@ -52,10 +52,10 @@ def test_the_largest_logit_is_over_what_rows_see(window: int | None, monkeypatch
 
 def logits_of(data: ShardedState, rows: MicroBatch) -> Tensor:
     """Return the largest logit of each head of the first layer in a pass of training."""
-    attention = data.placed.model.get_submodule("layers.0.attention")
+    attention = data.parts.model.get_submodule("layers.0.attention")
     assert isinstance(attention, SoftmaxAttention) and attention.max_logit_H is not None
     attention.max_logit_H.zero_()
-    data.placed.model(Flow(rows, data.placed.model.recipe))
+    data.parts.model(Flow(rows, data.parts.model.recipe))
     return attention.max_logit_H.clone()
 
 
@@ -65,9 +65,9 @@ def test_b88_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: floa
     """Each to the bound itself, and heads below it not at all, whatever key they share."""
     described = decoder(attention, DENSE)
     data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))
-    initialise(data.placed.model, described, 3)
+    initialise(data.parts.model, described, 3)
     with torch.no_grad():
-        for name, parameter in data.placed.model.named_parameters():
+        for name, parameter in data.parts.model.named_parameters():
             if name.endswith(".bias"):
                 parameter.copy_(torch.linspace(-1, 1, len(parameter)))
     rows = rows_of(LENGTHS)
@@ -77,22 +77,22 @@ def test_b88_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: floa
     bound = float(before.sort().values[: len(before) // 2 + 1].mean())
     assert before.min() < bound < before.max()
     clipping = data.optimizer(AdamW(lr=0.0, qk_clip=QkClip(bound=bound, alpha=alpha)))
-    data.placed.model(Flow(rows, data.placed.model.recipe))
-    weights = {name: p.detach().clone() for name, p in data.placed.model.named_parameters()}
-    for parameter in data.placed.model.parameters():
+    data.parts.model(Flow(rows, data.parts.model.recipe))
+    weights = {name: p.detach().clone() for name, p in data.parts.model.named_parameters()}
+    for parameter in data.parts.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     clipping.step()
     assert torch.allclose(logits_of(data, rows), before.clamp(max=bound))
     changed = {
         name.removeprefix("layers.0.attention.")
-        for name, p in data.placed.model.named_parameters()
+        for name, p in data.parts.model.named_parameters()
         if not torch.equal(p, weights[name])
     }
     each = {"q.weight", "k.weight", "q.bias", "k.bias"}
     assert changed == (each if attention is PLAIN else {"q_up.weight", "kv_up.weight"})
     if attention is LATENT:  # whose values lie beside its keys
         name = "layers.0.attention.kv_up.weight"
-        was, now = weights[name], data.placed.model.get_parameter(name)
+        was, now = weights[name], data.parts.model.get_parameter(name)
         before_HNR, after_HNR = (one.unflatten(0, (LATENT.heads, -1)) for one in (was, now))
         assert torch.equal(before_HNR[:, LATENT.nope_dim :], after_HNR[:, LATENT.nope_dim :])
     clipping.step()  # No head is beyond it now.
@@ -103,9 +103,9 @@ def test_logits_of_a_step_that_was_given_up_are_forgotten() -> None:
     """One that is not finite would keep the next update from any clip."""
     described = decoder(PLAIN, DENSE)
     data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))
-    initialise(data.placed.model, described, 3)
+    initialise(data.parts.model, described, 3)
     data.optimizer(AdamW(qk_clip=QkClip()))
-    noted_H = data.placed.model.get_submodule("layers.0.attention").max_logit_H
+    noted_H = data.parts.model.get_submodule("layers.0.attention").max_logit_H
     assert isinstance(noted_H, Tensor)
     noted_H.fill_(torch.inf)
     gradients(data, [rows_of(LENGTHS)], 16)

@@ -55,7 +55,7 @@ def test_pairs_cut_no_groups_that_their_exchanges_say_nothing_over() -> None:
     more: dict[str, Any] = {"context": {"kind": "mixed", "heads": 2}, "schedule": "merged"}
     with apart():
         data = data_of(RECORD, Layout.model_validate({"sizes": "cp4 ep2", **more}), 4)
-    world, beside = data.placed.world, data.placed.secondary
+    world, beside = data.parts.world, data.parts.secondary
     assert beside is not None and beside is not world
     assert [group.size for group in world.split("cp", 2)] == [2, 2]
 

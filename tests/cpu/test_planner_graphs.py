@@ -69,7 +69,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
 
     def execute(data: ShardedState, *given: Any) -> Any:
         run: Any = build_executor(data, Recorder)
-        data.placed.model.recipe.in_place_copies = (
+        data.parts.model.recipe.in_place_copies = (
             False  # no tensor without values is another's memory
         )
         left = run(*given)
@@ -80,7 +80,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
             held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]
             tensors = [x for x in (*rows, *chain(*held)) if isinstance(x, Tensor)]
             storages.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in tensors)
-        sums = 4 * sum(one.numel() for one in data.placed.model.parameters())
+        sums = 4 * sum(one.numel() for one in data.parts.model.parameters())
         for bucket in data.buckets:
             bucket.wait_reduce()
             assert bucket.summed_L is not None and bucket._freed_gradients is not None
@@ -93,8 +93,8 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
 
     states: list[ShardedState] = []
 
-    def state(placed: Any) -> ShardedState:
-        states.append(ShardedState(placed))
+    def state(parts: Any) -> ShardedState:
+        states.append(ShardedState(parts))
         return states[-1]
 
     with (

@@ -84,7 +84,7 @@ def travel(trip: Trip, state: StatePlacement, folder: Path) -> dict[str, torch.T
     data = opened(trip.first, RANKS, trip.precision)
     optimizer = data.optimizer(OPTIMIZERS[trip.first.optim])
     figures = steps(data, optimizer, trip.first)
-    ranks = data.placed.world.group("world")
+    ranks = data.parts.world.group("world")
     where = folder / f"run-{gather_objects(len(list(folder.iterdir())), ranks)[0]}"
     lock = FolderLock(where, "the test")
     if ranks.index == 0:

@@ -90,9 +90,9 @@ def decoder(kind: str) -> Decoder:
 def build(kind: str, layout: Layout, world: World) -> ShardedState:
     """Return this rank's parts of a decoder in fp64."""
     record = decoder(kind).model_copy(update={"init_std": 0.3, "init_out_scale": 1.0})
-    placed = apply.build_parts(record, "fp64", layout, world)
-    initialise(placed.model, record, 1, placed.shards)
-    return ShardedState(placed)
+    parts = apply.build_parts(record, "fp64", layout, world)
+    initialise(parts.model, record, 1, parts.shards)
+    return ShardedState(parts)
 
 
 @lru_cache
@@ -155,7 +155,7 @@ def run_case(case: Case, ranks: int) -> Outcome:
         theirs = gradients[held.name]
         piece = theirs[tuple(slice(start, end) for start, end in held.box)]
         errors.append(float((held.tensor - piece).norm() / theirs.norm()))
-    table, rank = data.placed.layout.table(len(mine)), world.attention.pp
+    table, rank = data.parts.layout.table(len(mine)), world.attention.pp
     follows = tuple(Recording.last.executed) == table.lines[rank]
     peak = Recording.last.peak, peak_in_flight(table)[rank]
     least = min(float(gradient.norm()) for gradient in gradients.values())

@@ -130,10 +130,10 @@ class Here:
 
     def __init__(self, case: ProofCase, world: World) -> None:
         self.world, subject = world, case.subject
-        placed = build_parts(subject.decoder, "fp64", case.layout, world)
-        initialise_model(placed.model, subject, placed.shards)
+        parts = build_parts(subject.decoder, "fp64", case.layout, world)
+        initialise_model(parts.model, subject, parts.shards)
         self.batches = micro_batches(subject)[world.attention.dp :: world.folding.dp]
-        self.data = ShardedState(placed)
+        self.data = ShardedState(parts)
         self.optimizer = self.data.optimizer(subject.optim)
         self.clip_norm = subject.optim.clip_norm  # type: ignore[attr-defined]
 

@@ -166,9 +166,9 @@ def send(rank: int, sending: Sending) -> Sent:
     folding = Folding(sending.where.split, sending.ranks)
     world = World.open(folding, "cpu", 30)
     record = sending.decoder.model_copy(update={"init_std": 0.3})
-    placed = apply.build_parts(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
-    initialise(placed.model, record, 1, placed.shards)
-    data = ShardedState(placed)
+    parts = apply.build_parts(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
+    initialise(parts.model, record, 1, parts.shards)
+    data = ShardedState(parts)
     optimizer = data.optimizer(sending.optimizer)
     whole = batches(sending.micro_batches * folding.dp)
     world.recorder.clear()

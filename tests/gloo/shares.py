@@ -118,17 +118,17 @@ def opened(
     record: Decoder = DECODERS[case.model]
     folding = Folding(case.layout.split, ranks)
     world = World.open(folding, "cpu", 30) if ranks > 1 else World.single()
-    placed = apply.build_parts(record, precision, case.layout, world, "meta")
-    for name, parameter in placed.model.named_parameters():
+    parts = apply.build_parts(record, precision, case.layout, world, "meta")
+    for name, parameter in parts.model.named_parameters():
         parameter.requires_grad_(unit_of(name) not in frozen)
-    data = ShardedState(placed)
+    data = ShardedState(parts)
     data.fill(initial_values(record, 1))
     return data
 
 
 def own(case: Case, data: ShardedState) -> Sequence[MicroBatch]:
     """Return the micro-batches of this data rank."""
-    world = data.placed.world
+    world = data.parts.world
     return batches(case.micro_batches)[world.attention.dp :: world.folding.dp]
 
 
@@ -152,7 +152,7 @@ def train(case: Case, ranks: int) -> Seen:
             seen.keep("gradients", data.gradients())
         scale = update(data, optimizer, figures.grad_norm)
         seen.figures.append((figures.lm_loss, figures.grad_norm, scale))
-    (total,), labels, _ = evaluate(data.placed, mine, CHUNK)
+    (total,), labels, _ = evaluate(data.parts, mine, CHUNK)
     seen.figures.append((total / labels,))
     seen.keep("weights", data.weights())
     seen.keep("states", data.optimizer_state(optimizer))

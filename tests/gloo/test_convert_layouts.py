@@ -98,12 +98,12 @@ def trained(folder: Path, layout: Layout, world: World) -> ShardedState:
 
 def save_all(data: ShardedState, folder: Path) -> None:
     """Write a checkpoint from all ranks."""
-    world = data.placed.world
+    world = data.parts.world
     ranks, lock = world.group("world"), FolderLock(folder, "the test")
     if ranks.index == 0:
         lock.acquire()
     optimizer = data.optimizer(ADAMW)
-    meta = describe_model(data.placed.model.record, None)
+    meta = describe_model(data.parts.model.record, None)
     what = folder, STEPS, assigned_state(data, optimizer), meta, CheckpointPolicy()
     save(*what, lock=lock, ranks=ranks)
 

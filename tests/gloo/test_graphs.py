@@ -69,7 +69,7 @@ def stepped(rank: int, cases: tuple[dict[str, Any], ...], steps: int) -> list[tu
             layout = Layout.model_validate({"experts": "grouped", **given, "graphs": graphs})
             world = World.open(Folding(layout.split, 4), "cpu", 60)
             data = ShardedState(build_parts(small(), "bf16", layout, world))
-            data.fill(initial_values(data.placed.model.record, 1))
+            data.fill(initial_values(data.parts.model.record, 1))
             optimizer, Tapes.made = data.optimizer(AdamW(lr=0.01)), 0
             executor = build_executor(data, Tapes)
             dp, told = world.folding.dp, []
@@ -81,10 +81,10 @@ def stepped(rank: int, cases: tuple[dict[str, Any], ...], steps: int) -> list[tu
                 again.append(bool(figures.needed_rows or figures.needed_load))
                 optimizer.step(clip_scale(figures.grad_norm, 1.0))
                 data.refresh_weights()
-                for _, mixture in data.placed.model.moe_layers():
+                for _, mixture in data.parts.model.moe_layers():
                     mixture.balance.finish_step(mixture.router)
             held = {one.name: one.tensor.clone() for one in data.weights()}
-            held |= {name: one.clone() for name, one in data.placed.model.named_buffers()}
+            held |= {name: one.clone() for name, one in data.parts.model.named_buffers()}
             ends.append((told, held))
         (told, held), (others, weights) = ends
         wrong = [name for name in held if not torch.equal(held[name], weights[name])]
@@ -119,7 +119,7 @@ def recorded(rank: int, by: str) -> list[int]:
     layout = Layout.model_validate({"sizes": "ep2", "graphs": by, "dispatch": PADDED})
     world = World.open(Folding(layout.split, 2), "cpu", 60)
     data = ShardedState(build_parts(small(), "fp32", layout, world))
-    data.fill(initial_values(data.placed.model.record, 1))
+    data.fill(initial_values(data.parts.model.record, 1))
     executor, made, Tapes.made = build_executor(data, Tapes), [], 0
     for step in range(9):
         texts = [[1] * 8, [2] * 8] if rank and step in (1, 3) else [[1] * 9, [2] * 7]

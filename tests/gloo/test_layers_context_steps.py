@@ -120,9 +120,9 @@ def step(
 ) -> tuple[list[LocalSlice], StepFigures]:
     """Build a decoder's parts, fill them and compute one step's gradients."""
     decoder = decoder.model_copy(update=LOUD)
-    placed = apply.build_parts(decoder, "fp64", layout, world)
-    initialise(placed.model, decoder, 1, placed.shards)
-    data = ShardedState(placed)
+    parts = apply.build_parts(decoder, "fp64", layout, world)
+    initialise(parts.model, decoder, 1, parts.shards)
+    data = ShardedState(parts)
     figures = gradients(data, batches, 16)
     return list(data.gradients()), figures
 

@@ -105,13 +105,13 @@ def present(rank: int, given: dict[str, Any]) -> tuple[int, int]:
         mock.patch.object(OffloadedStorage, "load", lambda *of: clock.take(*of)),
     ):
         ffns = [Dense(width=16)] * LAYERS * layout.split.pp * layout.split.vpp
-        placed = build_parts(small.decoder(small.GQA, *ffns), "fp32", layout, world)
-        for parameter in placed.model.parameters():
+        parts = build_parts(small.decoder(small.GQA, *ffns), "fp32", layout, world)
+        for parameter in parts.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         rows = from_ids(torch.arange(16).view(1, 16) % small.VOCAB)
-        gradients(ShardedState(placed), [rows] * MICRO_BATCHES, 16)
-    assert placed.offload is not None
-    (place,) = placed.offload.stores.values()
+        gradients(ShardedState(parts), [rows] * MICRO_BATCHES, 16)
+    assert parts.offload is not None
+    (place,) = parts.offload.stores.values()
     assert place.stats.held == 0
     return place.stats.reads, place.stats.prefetched
 

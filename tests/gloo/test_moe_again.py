@@ -29,11 +29,11 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
     """Train a model whose selection bias moves; return this rank's state, and rows that lacked."""
     case = ProofCase("", replace(SUBJECTS["mla"], micro_batches=2), LAYOUT, 2)
     trial = RankRun(case, World.open(case.folding, "cpu", 20))
-    data, mixtures = trial.data, [one for _, one in trial.placed.model.moe_layers()]
+    data, mixtures = trial.data, [one for _, one in trial.parts.model.moe_layers()]
     lacked, real = [], limits.missing_room
 
-    def missing(placed: object, overflow: list[Tensor]) -> Tensor | None:
-        found = real(placed, overflow)  # type: ignore[arg-type]
+    def missing(parts: object, overflow: list[Tensor]) -> Tensor | None:
+        found = real(parts, overflow)  # type: ignore[arg-type]
         if flagged and overflow and found is not None and (rank, len(lacked)) in FLAGGED:
             return torch.full_like(found, 3)
         return found

@@ -28,15 +28,15 @@ from moefold.training import step
 NOTE, PASSES, REAL = Path(r"{note}"), [], (limits.missing_room, step._pass)
 
 
-def missing(placed, overflow):
-    found = REAL[0](placed, overflow)
-    PASSES.append(placed.world.rank)
-    flagged = overflow and placed.world.rank == 1 and len(PASSES) % 4 == 3
+def missing(parts, overflow):
+    found = REAL[0](parts, overflow)
+    PASSES.append(parts.world.rank)
+    flagged = overflow and parts.world.rank == 1 and len(PASSES) % 4 == 3
     return torch.full_like(found, 3) if flagged else found
 
 
 def again(*given, exact=False):
-    if exact and given[0].placed.world.rank == 1 and NOTE.exists():
+    if exact and given[0].parts.world.rank == 1 and NOTE.exists():
         NOTE.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     return REAL[1](*given, exact=exact)

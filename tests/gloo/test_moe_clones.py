@@ -50,14 +50,14 @@ class Step(NamedTuple):
 
 def step_of(layout: Layout, world: World) -> Step:
     """Run forward and backward of a step."""
-    placed = build_parts(small(), "fp64", layout, world)
-    data = ShardedState(placed)
-    data.fill(initial_values(placed.model.record, 1))
+    parts = build_parts(small(), "fp64", layout, world)
+    data = ShardedState(parts)
+    data.fill(initial_values(parts.model.record, 1))
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(batches(MICRO)) if j % dp == here]
     world.recorder.clear()
     figures = gradients(data, mine, CHUNK)
-    passes = len(mine) * len(list(placed.model.moe_layers()))
+    passes = len(mine) * len(list(parts.model.moe_layers()))
     calls: dict[tuple[str, str], int] = {}
     for site, (count, _) in world.recorder.totals.items():
         if site.label.endswith(("moe.clones", "moe.experts")) and not site.op.startswith("reduce"):

@@ -128,14 +128,14 @@ def without_room(rank: int) -> tuple[int, str, str]:
     assert sent.overflow is not None and bool(torch.isfinite(sent.out_TD).all())
     folding = Folding(Sizes.parse("ep2"), 4)
     layout = Layout(sizes="ep2", dispatch=Padded(max_rows=1, on_overflow="stop"), zero=0)
-    placed = build_parts(small(), "fp64", layout, World.open(folding, "cpu", 20))
-    for parameter in placed.model.parameters():
+    parts = build_parts(small(), "fp64", layout, World.open(folding, "cpu", 20))
+    for parameter in parts.model.parameters():
         torch.nn.init.normal_(parameter)
     mine = batches(4)[rank : rank + 1]
     with pytest.raises(ValueError, match="max_rows") as step:
-        gradients(ShardedState(placed), mine, 16)
+        gradients(ShardedState(parts), mine, 16)
     with pytest.raises(ValueError, match="max_rows") as evaluation:
-        evaluate(placed, mine, 16)
+        evaluate(parts, mine, 16)
     return int(sent.overflow), str(step.value), str(evaluation.value)
 
 
@@ -166,24 +166,24 @@ def made_again(rank: int) -> list[dict[str, Any]]:
     """Return, of each layout, what of the step without room differs from the exact step."""
     found = []
     for sizes, zero, short, schedule, precision in SHORT:
-        parts = []
+        results = []
         world = World.open(Folding(Sizes.parse(sizes), 4), "cpu", 20)
         for dispatch in (AllToAll(), short):
             layout = Layout(sizes=sizes, dispatch=dispatch, zero=zero, schedule=schedule)
-            placed = build_parts(small(), precision, layout, world)
-            data = ShardedState(placed)
-            data.fill(initial_values(placed.model.record, 1))
+            parts = build_parts(small(), precision, layout, world)
+            data = ShardedState(parts)
+            data.fill(initial_values(parts.model.record, 1))
             dp, here_ = world.folding.dp, world.attention.dp
             mine = [batch for j, batch in enumerate(batches(8)) if j % dp == here_]
             figures = gradients(data, mine, 16)
             held = {held.name: held.tensor.clone() for held in data.gradients()}
             counts = [
                 buffer.clone()
-                for _, mixture in placed.model.moe_layers()
+                for _, mixture in parts.model.moe_layers()
                 for buffer in mixture.balance.counters.buffers()
             ]
-            parts.append((figures, held, counts))
-        (exact, grads, counts), (again, grads_again, counts_again) = parts
+            results.append((figures, held, counts))
+        (exact, grads, counts), (again, grads_again, counts_again) = results
         found.append(
             {
                 "needed": again.needed_rows,

@@ -169,15 +169,15 @@ def test_a_package_that_breaks_while_it_is_imported_is_named(fault: Exception) -
 def uneven(rank: int) -> list[str]:
     """Return what is said of ranks, and of micro-batches, with different numbers of rows."""
     world, said = open_world("ep2", 2), list[str]()
-    placed: Any = SimpleNamespace(world=world, layout=Layout(sizes="ep2", dispatch=HybridEp()))
+    parts: Any = SimpleNamespace(world=world, layout=Layout(sizes="ep2", dispatch=HybridEp()))
 
     def rows(*numbers: int) -> list[Any]:
         return [assemble(np.zeros(n), np.zeros(n), [n]) for n in numbers]
 
-    limits.check_even_rows(placed, rows(8, 8))
+    limits.check_even_rows(parts, rows(8, 8))
     for batches in (rows(3 + 2 * rank), rows(3, 5)):
         with pytest.raises(ValueError, match="same number of rows") as error:
-            limits.check_even_rows(placed, batches)
+            limits.check_even_rows(parts, batches)
         said.append(str(error.value))
     return said
 

@@ -76,15 +76,15 @@ class Step(NamedTuple):
 def step_of(sizes: str, dispatch: object, world: World) -> Step:
     """Run the backward of one step in a layout."""
     layout = Layout(sizes=sizes, dispatch=dispatch, zero=0)  # type: ignore[arg-type]
-    placed = build_parts(small(), "fp64", layout, world)
-    initialise(placed.model, placed.model.record, 1, placed.shards)
+    parts = build_parts(small(), "fp64", layout, world)
+    initialise(parts.model, parts.model.record, 1, parts.shards)
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(batches(4)) if j % dp == here]
-    figures = gradients(ShardedState(placed), mine, 16)
-    found = {name: p.grad for name, p in placed.model.named_parameters()}
+    figures = gradients(ShardedState(parts), mine, 16)
+    found = {name: p.grad for name, p in parts.model.named_parameters()}
     assert None not in found.values()
     norm = torch.tensor(figures.grad_norm, dtype=torch.float64)
-    boxes = {name: shard.box for name, shard in placed.shards.items()}
+    boxes = {name: shard.box for name, shard in parts.shards.items()}
     return Step({**found, "norm": norm}, {**boxes, "norm": ()})  # type: ignore[dict-item]
 
 

@@ -92,9 +92,9 @@ def step_of(
     stated = {"page": 4, "load": load, "spill": asked.spill}
     pages = None if load is None else {"pages": stated, "in_flight": 1}
     layout = Layout.model_validate({**asked.layout, "offload": pages})
-    placed = build_parts(model, asked.precision, layout, world)
-    data = ShardedState(placed)
-    data.fill(initial_values(placed.model.record, 1))
+    parts = build_parts(model, asked.precision, layout, world)
+    data = ShardedState(parts)
+    data.fill(initial_values(parts.model.record, 1))
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(given) if j % dp == here]
     most: dict[int, tuple[int, int]] = {}
@@ -117,8 +117,8 @@ def step_of(
         for _ in range(2):  # pages of the first step are those of the second
             figures = gradients(data, mine, 16)
     found = {held.name: held.tensor.clone() for held in data.gradients()}
-    if placed.offload is not None and placed.offload.stash is not None:
-        stash = placed.offload.stash
+    if parts.offload is not None and parts.offload.stash is not None:
+        stash = parts.offload.stash
         rings = [*stash.rings.values(), *stash.host.values()]
         assert all(int(ring.allocated) == int(ring.freed) for ring in rings), "pages are lost"
     return Step(found, figures.needed_load, list(most.values()))

@@ -45,7 +45,7 @@ def reads_of(rank: int, layouts: tuple[dict[str, Any], ...]) -> list[Found]:
         layout = Layout(**given, experts="grouped")  # as on a GPU
         world = World.open(Folding(layout.split, 4), "cpu", 20)
         data = ShardedState(build_parts(small(), "bf16", layout, world))
-        data.fill(initial_values(data.placed.model.record, 1))
+        data.fill(initial_values(data.parts.model.record, 1))
         dp, here = world.folding.dp, world.attention.dp
         mine = [batch for j, batch in enumerate(batches(8)) if j % dp == here]
         gradients(data, mine, 16)

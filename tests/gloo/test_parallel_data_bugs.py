@@ -87,7 +87,7 @@ def repeated(case: Case) -> float:
     """Return what B30 looks at: gradients of one micro-batch on every rank, again and again."""
     data = opened(case, RANKS)
     some = batches(1)
-    times = case.micro_batches // data.placed.world.folding.dp
+    times = case.micro_batches // data.parts.world.folding.dp
     gradients(data, some * times, CHUNK)
     for bucket in data.buckets:  # a step that is given up with sums under way
         bucket.begin_step()
@@ -105,10 +105,10 @@ def without_rows(case: Case) -> dict[str, Any]:
     data = opened(case, RANKS)
     empty = small.padded_rows((), 24)
     rows = [empty if number % 2 else batch for number, batch in enumerate(batches(4))]
-    world = data.placed.world
+    world = data.parts.world
     mine = rows[world.attention.dp :: world.folding.dp] * (case.micro_batches // 4)
     optimizer = data.optimizer(OPTIMIZERS[case.optim])
-    for mixture in (mixture for _, mixture in data.placed.model.moe_layers()):
+    for mixture in (mixture for _, mixture in data.parts.model.moe_layers()):
         mixture.router.selection_bias = torch.zeros(8, dtype=torch.float64)
         mixture.router.selection_bias[3] = -1e6
     figures = gradients(data, mine, CHUNK)
@@ -270,7 +270,7 @@ def refused(rank: int) -> str:
     """Return what is said of runs over three of four ranks."""
     case = Case(more=(("zero_ranks", 3),))
     world = World.open(Folding(case.layout.split, RANKS), "cpu", 30)
-    placed = apply.build_parts(small.decoder(), "fp64", case.layout, world)
+    parts = apply.build_parts(small.decoder(), "fp64", case.layout, world)
     with pytest.raises(ValueError, match="zero_ranks") as error:
-        ShardedState(placed)
+        ShardedState(parts)
     return str(error.value)

@@ -60,7 +60,7 @@ def look(case: Case, precision: str) -> dict[str, Any]:
     with watched(peaks):
         data = opened(case, RANKS, precision)
         optimizer = data.optimizer(OPTIMIZERS["adamw"])
-        recorder = data.placed.world.recorder
+        recorder = data.parts.world.recorder
         recorder.clear()
         for _ in range(2):
             figures = gradients(data, own(case, data), CHUNK)
@@ -75,14 +75,14 @@ def look(case: Case, precision: str) -> dict[str, Any]:
         "masters": sum(t.untyped_storage().nbytes() for t in kept.values()),
         "handles": sum(
             p.untyped_storage().nbytes()
-            for name, p in data.placed.model.named_parameters()
+            for name, p in data.parts.model.named_parameters()
             if p is not data.params.get(name)
         ),
         "sent": {
             label: sum(t.bytes for site, t in recorder.totals.items() if site.label == label)
             for label in ("weights", "gradients")
         },
-        "whole": sum(p.numel() for p in data.placed.model.parameters()),
+        "whole": sum(p.numel() for p in data.parts.model.parameters()),
         "weights": {(held.name, held.box): held.tensor.detach().clone() for held in data.weights()},
     }
 

@@ -29,10 +29,10 @@ def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -
         else World.open(Folding(layout.split, info.world_size, layout.order), "cpu", 60)
     )
     torch.manual_seed(0)
-    placed = build_parts(subject.decoder, "fp64", layout, world)
-    initialise_model(placed.model, subject, placed.shards)
-    placed = ShardedState(placed).placed
-    follows = incremental_logits(placed) if keep else partial(next_logits, placed)
+    parts = build_parts(subject.decoder, "fp64", layout, world)
+    initialise_model(parts.model, subject, parts.shards)
+    parts = ShardedState(parts).parts
+    follows = incremental_logits(parts) if keep else partial(next_logits, parts)
     return generate(follows, PROMPTS, 8, temperature=0)
 
 

@@ -40,7 +40,7 @@ class Counting(Executor):
     def _step(self, step: Step, lanes: Lanes) -> None:
         assert isinstance(step, Action)
         Counting.kind = step.kind
-        recorder = self._placed.world.recorder
+        recorder = self._parts.world.recorder
         before = sum(recorder.begun_counts().values())
         with _Products() as products:
             super()._step(step, lanes)
@@ -84,7 +84,7 @@ def count(rank: int, cases: Sequence[Case], ranks: int) -> list[tuple[Counter[An
 def count_one(case: Case, world: World) -> tuple[Counter[Any], Counter[str]]:
     """Run a case on this rank."""
     data = case.data(world)
-    names = {id(p): name for name, p in data.placed.model.named_parameters()}
+    names = {id(p): name for name, p in data.parts.model.named_parameters()}
     added: Counter[str] = Counter()
     sound = gradients.accumulate
 

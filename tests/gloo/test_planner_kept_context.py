@@ -75,10 +75,10 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
         vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=((BLOCKS | LINEAR)[asked.block],)),)
     )
     layout = {"sizes": f"cp{ranks}", "context": asked.context, "recompute": asked.policy}
-    placed = apply.build_parts(decoder, asked.precision, Layout.model_validate(layout), world)
-    initialise(placed.model, decoder, 1, placed.shards)
-    layer: nn.Module = placed.model.get_submodule("layers.0")
-    flow = build_flow(placed, from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH))))
+    parts = apply.build_parts(decoder, asked.precision, Layout.model_validate(layout), world)
+    initialise(parts.model, decoder, 1, parts.shards)
+    layer: nn.Module = parts.model.get_submodule("layers.0")
+    flow = build_flow(parts, from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH))))
     x_TD = torch.randn(flow.rows.rows, HIDDEN, dtype=flow.recipe.dtype, requires_grad=True)
     layer(x_TD, flow)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}

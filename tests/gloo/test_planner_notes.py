@@ -39,8 +39,8 @@ def alive(block: Block, policy: Record | None, world: World, planned: int | None
     data = ShardedState(build_parts(decoder, "fp32", layout, world, "meta"))
     data.fill(initial_values(decoder, 1))
     ids = torch.randint(0, 50, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
-    flow = build_flow(data.placed, from_ids(ids))
-    layer = data.placed.model.get_submodule("layers.0")
+    flow = build_flow(data.parts, from_ids(ids))
+    layer = data.parts.model.get_submodule("layers.0")
     x_TD = torch.randn(flow.rows.rows, HIDDEN, requires_grad=True)
     layer(x_TD, flow)  # makes what passes share: angles, and copies of weights
     flow.decisions.clear()

@@ -207,14 +207,14 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
     stage = world.attention.pp
     found: list[tuple[list[Bytes], dict[str, int]]] = []
     for one in asked:
-        placed = build_parts(one.decoder, "bf16" if one.codes else "fp32", one.layout, world)
-        for parameter in placed.model.parameters():
+        parts = build_parts(one.decoder, "bf16" if one.codes else "fp32", one.layout, world)
+        for parameter in parts.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         draw = torch.Generator().manual_seed(0)
         ids = [torch.randint(0, VOCAB, (ROWS, SEQ), generator=draw) for _ in range(MICRO)]
         wanted = [dict(zip(PARTS, after, strict=True)) for after in planned(one, stage)[0]]
-        left = measure_step(ShardedState(placed), [from_ids(one) for one in ids], 64, wanted)
-        places = {} if placed.offload is None else placed.offload.stores
+        left = measure_step(ShardedState(parts), [from_ids(one) for one in ids], 64, wanted)
+        places = {} if parts.offload is None else parts.offload.stores
         peaks = {name: place.stats.peak for name, place in places.items()}
         found.append(([tuple(step.get(name, 0) for name in PARTS) for step in left], peaks))
     return found

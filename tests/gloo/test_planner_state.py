@@ -66,7 +66,7 @@ def looked(case: Case, precision: Any) -> dict[str, int]:
         "disk": offload.file.bytes if offload.file else 0,
         "weights": sum(bucket.values.nbytes for bucket in data.buckets),
         "padding": sum(bucket.values.numel() for bucket in data.buckets)
-        - sum(p.numel() for p in data.placed.model.parameters()),
+        - sum(p.numel() for p in data.parts.model.parameters()),
     }
 
 

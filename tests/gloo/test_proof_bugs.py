@@ -100,18 +100,18 @@ def start(rank: int, some: tuple[str, ...], ranks: int) -> list[dict[str, tuple[
 def pieces(layout: Layout, ranks: int) -> dict[str, tuple[Box, Tensor]]:
     """Return the pieces that this rank starts with."""
     world = World.open(Folding(layout.split, ranks), "cpu", 20.0)
-    placed = build_parts(EXPERTS, "fp32", layout, world)
-    initialise(placed.model, EXPERTS, SEED, placed.shards)
+    parts = build_parts(EXPERTS, "fp32", layout, world)
+    initialise(parts.model, EXPERTS, SEED, parts.shards)
     world.forget_groups()
-    named = placed.model.named_parameters()
-    return {name: (placed.shards[name].box, p.detach().clone()) for name, p in named}
+    named = parts.model.named_parameters()
+    return {name: (parts.shards[name].box, p.detach().clone()) for name, p in named}
 
 
 def test_b35_weights_start_alike_in_every_layout() -> None:
     """Copies are equal to the bit, experts all different, whichever ranks hold them."""
-    placed = build_parts(EXPERTS, "fp32", Layout(), World.single())
-    initialise(placed.model, EXPERTS, SEED)
-    whole = dict(placed.model.named_parameters())
+    parts = build_parts(EXPERTS, "fp32", Layout(), World.single())
+    initialise(parts.model, EXPERTS, SEED)
+    whole = dict(parts.model.named_parameters())
     for ranks in zip(*run_ranks(start, 2, ("ep2", "tp2", "etp2", "pp2"), 2), strict=True):
         assert {name for held in ranks for name in held} == whole.keys()
         for name, (box, values) in (one for held in ranks for one in held.items()):

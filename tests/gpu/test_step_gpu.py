@@ -119,7 +119,7 @@ def test_two_lanes_give_what_one_after_the_other_does(
                 draw = torch.Generator().manual_seed(len(name))
                 values = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
                 parameter.data.copy_(values * 0.3)
-            for buffer in data.placed.model.buffers():
+            for buffer in data.parts.model.buffers():
                 buffer.zero_()
             data.refresh_weights()
             figures = gradients(data, batches, 16)
@@ -199,8 +199,8 @@ def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
 
     factors = Factors(*(torch.ones(n, device="cuda") for n in (1, trial.micro_batches)))
     with pytest.raises(RuntimeError, match="Use graphs: none"):
-        flows = [build_flow(data.placed, rows) for rows in drawn_rows(trial)]
-        executor._recorded(data.placed, flows, factors, loss)
+        flows = [build_flow(data.parts, rows) for rows in drawn_rows(trial)]
+        executor._recorded(data.parts, flows, factors, loss)
 
 
 def test_rows_come_to_the_device_as_they_are(device: torch.device) -> None:

@@ -71,7 +71,7 @@ def train(rank: int, case: Case) -> float:
     for held in data.gradients():
         piece = gradients[held.name][tuple(slice(start, end) for start, end in held.box)]
         errors.append(float((held.tensor - piece).norm() / gradients[held.name].norm()))
-    evaluate(data.placed, mine, 16)
+    evaluate(data.parts, mine, 16)
     assert max(errors) < 1e-10, f"rank {rank}: {max(errors)}"
     return max(errors)
 

@@ -189,7 +189,7 @@ PLANTS = (
         "parallel/pipeline/executor.py",
         "                self._result.losses.append(chunk_pass.summed_loss)\n",
         "                self._result.losses.append(chunk_pass.summed_loss)\n"
-        "                for _, mixture in self._placed.model.moe_layers():\n"
+        "                for _, mixture in self._parts.model.moe_layers():\n"
         "                    mixture.balance.finish_step(mixture.router)\n",
     ),
     Plant(

@@ -128,9 +128,9 @@ PLANTS = (
         "tests/gloo/test_moe_again.py::"
         "test_b65_a_run_with_steps_made_again_ends_as_the_one_without",
         "training/step.py",
-        "    needed = limits.sufficient_settings(placed, missing)\n",
-        "    needed = limits.sufficient_settings(placed, missing)\n"
-        "    for _, mixture in placed.model.moe_layers():\n"
+        "    needed = limits.sufficient_settings(parts, missing)\n",
+        "    needed = limits.sufficient_settings(parts, missing)\n"
+        "    for _, mixture in parts.model.moe_layers():\n"
         "        mixture.balance.finish_step(mixture.router)\n",
     ),
     Plant(

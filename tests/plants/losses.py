@@ -20,7 +20,7 @@ PLANTS = (
         "the reference is scored with its adapters on",
         PAIRS,
         "training/losses/dpo.py",
-        "with placed.model.recipe.without_adapters():",
+        "with parts.model.recipe.without_adapters():",
         "with torch.no_grad():",
     ),
     Plant(

@@ -110,7 +110,7 @@ PLANTS = (
         "            in_flight.sink.drain()\n            return Chain((), ())\n",
         "            in_flight.sink.drain()\n"
         "            from moefold.comm.collectives import sum_\n"
-        "            sum_(torch.ones(1), self._placed.world.tp)\n"
+        "            sum_(torch.ones(1), self._parts.world.tp)\n"
         "            return Chain((), ())\n",
     ),
     Plant(

@@ -657,7 +657,7 @@ PLANTS = (
         "a history is of what one rank saw",
         PROOF,
         "parallel/data/sharding.py",
-        '        all_reduce_amax(self.histories.values(), self.placed.world.group("stage"))\n',
+        '        all_reduce_amax(self.histories.values(), self.parts.world.group("stage"))\n',
         "",
     ),
     Plant(

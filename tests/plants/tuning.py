@@ -77,7 +77,7 @@ PLANTS = (
         "an adapter's gradient is that of one slice of the experts",
         B61_LAYOUTS,
         "parallel/data/sharding.py",
-        '        _sum_gradients(over_etp, self.placed.world.group("etp"))\n',
+        '        _sum_gradients(over_etp, self.parts.world.group("etp"))\n',
         "",
     ),
     Plant(
@@ -95,7 +95,7 @@ PLANTS = (
         "tests/gloo/test_adapters.py::test_b61_adapters_of_experts_of_all_ranks_are_saved",
         "training/state.py",
         "        if written:\n",
-        '        if written and not ("_lora_" in name and data.placed.world.experts.ep):\n',
+        '        if written and not ("_lora_" in name and data.parts.world.experts.ep):\n',
     ),
     Plant(
         "b61",

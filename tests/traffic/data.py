@@ -123,14 +123,14 @@ def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
             alike.setdefault(key, []).append(weight)
     found = []
     for (unit, kind, wide, coded), members in alike.items():
-        placed, end = [], 0
+        parts, end = [], 0
         for weight in members:
             count = round(elements_here(case, weight))
-            placed.append((weight, count, end))
+            parts.append((weight, count, end))
             end = aligned(end + count)
         ranks = levels(case, kind)[0]
         length = aligned(-(-end // ranks))
-        found.append(Bucket(unit, kind, ranks, wide, coded, tuple(placed), length))
+        found.append(Bucket(unit, kind, ranks, wide, coded, tuple(parts), length))
     return found
 
 

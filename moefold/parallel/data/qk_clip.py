@@ -37,17 +37,17 @@ class ClippedOptimizer(Optimizer):
     def __init__(
         self,
         inner: Optimizer,
-        placed: ModelParts,
+        parts: ModelParts,
         weights: Callable[[], Iterable[Any]],
         record: QkClip,
     ) -> None:
         super().__init__(inner.params)
         self._inner = inner
-        self._world = placed.world
+        self._world = parts.world
         self._weights = weights
         self._record = record
         self.group = inner.group
-        self._layers = tuple(_clipped_layers(placed))
+        self._layers = tuple(_clipped_layers(parts))
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
@@ -103,11 +103,11 @@ class ClippedOptimizer(Optimizer):
         return {**self._inner.describe(), "qk_clip": f"logits up to {self._record.bound:g}"}
 
 
-def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
+def _clipped_layers(parts: ModelParts) -> list[_ClippedLayer]:
     """Return this rank's attention layers, set up to record their largest logits."""
-    model = placed.model
+    model = parts.model
     layers = list[_ClippedLayer]()
-    tp = placed.world.group("tp").size
+    tp = parts.world.group("tp").size
     for number, block in enumerate(model.record.blocks):
         name = f"layers.{number}.attention"
         rows = block.attention.logits if isinstance(block.attention, LayerSpec) else ()
@@ -123,12 +123,12 @@ def _clipped_layers(placed: ModelParts) -> list[_ClippedLayer]:
                 "moefold.layers.attention.SoftmaxAttention and call its attended(), or omit qk_clip"
             )
         for weight in (f"{name}.{logit_rows.weight}" for logit_rows in rows):
-            if tp > 1 and placed.shards[weight].placement.cuts.get("tp") != 0:
+            if tp > 1 and parts.shards[weight].placement.cuts.get("tp") != 0:
                 raise ValueError(
                     f"optim.qk_clip: tp does not split {weight} by heads, and a rank has the "
                     "factors of its own heads only; use tp1, or omit qk_clip"
                 )
-        max_logit_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
+        max_logit_H = torch.zeros(heads // tp, dtype=wide, device=parts.world.device)
         attention.max_logit_H = max_logit_H
         layers.append(_ClippedLayer(name, rows, max_logit_H))
     return layers

@@ -74,22 +74,22 @@ class ShardedState:
     """This rank's shard of the training state, with its collectives.
 
     Attributes:
-        placed: this rank's parts of the model; sharded parameters are replaced by handles.
+        parts: this rank's parts of the model; sharded parameters are replaced by handles.
         params: what this rank updates, by global name: its elements of a parameter, or all of it.
         has_values: whether tensors have values, not only names, shapes and dtypes.
         histories: amax histories for delayed scaling of products on codes, by weight name.
     """
 
-    def __init__(self, placed: ModelParts, has_values: bool = True) -> None:
+    def __init__(self, parts: ModelParts, has_values: bool = True) -> None:
         """Shard the parameters' values.
 
         Those on ``meta`` are allocated on the world's device; :meth:`fill` sets their values.
         """
         self.has_values = has_values
-        self.placed = replace(placed, hooks_for=self.hooks_for)
-        self._shards = placed.shards
-        world = placed.world
-        layout = placed.layout
+        self.parts = replace(parts, hooks_for=self.hooks_for)
+        self._shards = parts.shards
+        world = parts.world
+        layout = parts.layout
         if broken := list(layout.world_violations(world.size)):
             raise RunError(broken, source="layout")
         self._groups_by_kind: dict[str, tuple[Group, Group]] = {}
@@ -99,9 +99,9 @@ class ShardedState:
             inside = math.gcd(layout.zero_ranks or size, size) if layout.zero else 1
             self._groups_by_kind[kind] = world.split(kind, inside)
         self._embedding_group: Group | None = None
-        if len(placed.embedding_stages) > 1:
+        if len(parts.embedding_stages) > 1:
             # Collective: ranks of the stages in between take part too.
-            self._embedding_group = world.stage_group(placed.embedding_stages)
+            self._embedding_group = world.stage_group(parts.embedding_stages)
         self._units: dict[str, list[Bucket]] = defaultdict(list)
         self._bucket: dict[str, Bucket] = {}
         self.params: dict[str, Tensor] = {}
@@ -110,9 +110,9 @@ class ShardedState:
         self._moments: list[Tensor] = []
         """Offloaded moments."""
         self._stale = True
-        quantised = quantised_weights(placed.model).items()
+        quantised = quantised_weights(parts.model).items()
         self.histories = {n: p.history for n, p in quantised if p.history is not None}
-        self._heads = heads_by_weight(placed.model.record)
+        self._heads = heads_by_weight(parts.model.record)
         """Number of heads of weights whose rows are divided into heads, by name."""
         state = layout.state
         self.offload: StateOffload | None = None
@@ -126,9 +126,9 @@ class ShardedState:
 
     def _build_buckets(self) -> None:
         """Move sharded and offloaded parameters into buckets; replace them by handles."""
-        model = self.placed.model
-        zero = self.placed.layout.zero
-        device = self.placed.world.device
+        model = self.parts.model
+        zero = self.parts.layout.zero
+        device = self.parts.world.device
         groups: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
         groups = defaultdict(dict)
         offloaded = self._units_to_offload()
@@ -148,7 +148,7 @@ class ShardedState:
             offload = self.offload if trained and unit in offloaded else None
             home = offload and offload.update_device
             args = unit, parameters, *self._groups_by_kind[kind], dtype, device, zero < 3, home
-            slices = self.placed.world.group("etp" if kind == "edp" else "tp")
+            slices = self.parts.world.group("etp" if kind == "edp" else "tp")
             bucket = CodedBucket(coded, slices, *args) if codes else Bucket(*args)
             self._units[unit].append(bucket)
             for name, handle in bucket.handles.items():
@@ -184,7 +184,7 @@ class ShardedState:
         if self.offload is None:
             return frozenset()
         elements: dict[str, int] = defaultdict(int)
-        for name, parameter in self.placed.model.named_parameters():
+        for name, parameter in self.parts.model.named_parameters():
             ranks = self._groups_by_kind[self._shards[name].placement.replicas][0].size
             elements[unit_of(name)] += parameter.numel() * parameter.requires_grad // ranks
         return units_to_offload(elements, self.offload.record.share)
@@ -218,7 +218,7 @@ class ShardedState:
             optimizer = OffloadedOptimizer(self.params, parts, self.offload)
         if record.qk_clip is None:
             return optimizer
-        return ClippedOptimizer(optimizer, self.placed, self.weights, record.qk_clip)
+        return ClippedOptimizer(optimizer, self.parts, self.weights, record.qk_clip)
 
     def _build_offloaded_part(
         self, record: Optim, masters: dict[str, Tensor], units: tuple[str, ...]
@@ -245,11 +245,11 @@ class ShardedState:
         """Build the optimizer of the masters of some units, given how ranks shard them."""
         if record.rounds:
             buckets = [bucket for bucket in self.buckets if bucket.unit in units]
-            groups = SharedGroups(record.group, self._shards, buckets, self.placed.model.recipe)
+            groups = SharedGroups(record.group, self._shards, buckets, self.parts.model.recipe)
             return build(record, masters, groups=groups)
         sources = [
             self._matrix_source(name, record)
-            for name, parameter in self.placed.model.named_parameters()
+            for name, parameter in self.parts.model.named_parameters()
             if parameter.requires_grad and record.needs_whole(name, self._shards[name].shape)
         ]
         if not sources:
@@ -257,8 +257,8 @@ class ShardedState:
         shapes = {n: record.split(self._shards[n].shape, self._heads.get(n, 0)) for n in masters}
         if all(source.shard_group.size == 1 and source.slice_group is None for source in sources):
             return build(record, masters, wholes=LocalMatrices(shapes))
-        dtype = self.placed.model.recipe.master_dtype
-        device = self.placed.world.device
+        dtype = self.parts.model.recipe.master_dtype
+        device = self.parts.world.device
         empty = torch.empty(0, dtype=dtype, device=device)
         return build(record, masters, wholes=ShardedMatrices(sources, shapes, empty))
 
@@ -266,7 +266,7 @@ class ShardedState:
         """Return how a parameter made of matrices is sharded; no rank has part of a head."""
         shard = self._shards[name]
         bucket = self._bucket.get(name)
-        world = self.placed.world
+        world = self.parts.world
         local_shape = shard.local_shape
         heads = self._heads.get(name, 0)
         dims = len(local_shape)
@@ -290,19 +290,19 @@ class ShardedState:
     def begin_step(self, micro_batches: int) -> None:
         """Drop the last step's gradients; prepare to reduce those of this many micro-batches."""
         # Also the shards' gradients, which are views of the last step's sums.
-        for parameter in (*self.placed.model.parameters(), *self.params.values()):
+        for parameter in (*self.parts.model.parameters(), *self.params.values()):
             parameter.grad = None
         for bucket in self.buckets:
             bucket.begin_step()
         for history in self.histories.values():
             history.seen_RM.zero_()
         uses: dict[str, int] = defaultdict(int)
-        for chunk in self.placed.chunks:
-            ends = [self.placed.model.head_unit] * chunk.has_head
+        for chunk in self.parts.chunks:
+            ends = [self.parts.model.head_unit] * chunk.has_head
             ends += [EMBEDDING] * len(chunk.multi_token)
             for unit in self._unit_order(chunk, True) + ends:
                 uses[unit] += micro_batches
-        self._reducer = GradReducer(self._units, uses, self.placed.layout.zero >= 2)
+        self._reducer = GradReducer(self._units, uses, self.parts.layout.zero >= 2)
 
     def hooks_for(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
         """Return the hooks that unshard a chunk's weights for one micro-batch."""
@@ -325,7 +325,7 @@ class ShardedState:
 
         A parameter that received none gets a zero gradient, so that its moments still decay.
         """
-        all_reduce_amax(self.histories.values(), self.placed.world.group("stage"))
+        all_reduce_amax(self.histories.values(), self.parts.world.group("stage"))
         for bucket in self.buckets:
             bucket.finish()
         trained = {name: p for name, p in self.params.items() if p.requires_grad}
@@ -343,19 +343,19 @@ class ShardedState:
             copied = [n for n in trained if n not in sharded and placements[n].replicas == kind]
             _sum_gradients([trained[n] for n in copied], replicas)
         over_tp = [p for n, p in trained.items() if placements[n].replicated_over_tp]
-        _sum_gradients(over_tp, self.placed.world.group("tp"))
+        _sum_gradients(over_tp, self.parts.world.group("tp"))
         over_etp = [p for n, p in trained.items() if placements[n].replicated_over_etp]
-        _sum_gradients(over_etp, self.placed.world.group("etp"))
+        _sum_gradients(over_etp, self.parts.world.group("etp"))
         # Last, when each stage has summed over data ranks: a sum of two is the same in any order.
         if self._embedding_group is not None and EMBEDDING_WEIGHT in trained:
             _sum_gradients([trained[EMBEDDING_WEIGHT]], self._embedding_group)
         owned = [p.grad for n, p in trained.items() if not self._copy_index(n)[0]]
         grads = [grad for grad in owned if grad is not None]
-        return squared_norm(grads, self.placed.world.device)
+        return squared_norm(grads, self.parts.world.device)
 
     def end_step(self) -> None:
         """Update router balance, amax histories and weights, after the masters were updated."""
-        for _, mixture in self.placed.model.moe_layers():
+        for _, mixture in self.parts.model.moe_layers():
             mixture.balance.finish_step(mixture.router)
         for history in self.histories.values():
             history.advance()
@@ -390,7 +390,7 @@ class ShardedState:
     def _copy_index(self, name: str) -> tuple[int, int]:
         """Return this rank's index among owners of its elements of a tensor, and their number."""
         placement = self._shards[name].placement
-        world = self.placed.world
+        world = self.parts.world
         bucket = self._bucket.get(name)
         holders = world.group(placement.replicas) if bucket is None else bucket.replica_group
         index = holders.index
@@ -404,7 +404,7 @@ class ShardedState:
             index = index * etp + world.experts.etp
             count = count * etp
         if name == EMBEDDING_WEIGHT:
-            stages = self.placed.embedding_stages
+            stages = self.parts.embedding_stages
             index = index + count * stages.index(world.attention.pp)
             count = count * len(stages)
         return index, count
@@ -415,8 +415,8 @@ class ShardedState:
         for name, parameter in self.params.items():
             master = self._masters.get(name, parameter)
             yield from self._boxes(name, name, self._stored_values(master))
-        persistent = self.placed.model.state_dict()
-        for name, buffer in self.placed.model.named_buffers():
+        persistent = self.parts.model.state_dict()
+        for name, buffer in self.parts.model.named_buffers():
             if name not in persistent:
                 continue
             shard = self._shards[name]
@@ -445,7 +445,7 @@ class ShardedState:
                 index, count = self._copy_index(name)
                 owned = at_start and not self._local_range(name)[0]
                 yield LocalSlice.full(key, tensor, index if owned else count, count)
-        stage = self.placed.world.group("stage")
+        stage = self.parts.world.group("stage")
         for name, history in self.histories.items():
             key = f"{PREFIX}.{name}.amaxes"
             yield LocalSlice.full(key, history.past_RMH, stage.index, stage.size)
@@ -458,7 +458,7 @@ class ShardedState:
         """
         if not self.has_values:
             return
-        for buffer in self.placed.model.buffers():
+        for buffer in self.parts.model.buffers():
             buffer.zero_()
         for local in self.weights():
             if local.name in self.params or buffers:

@@ -72,7 +72,7 @@ class Executor:
     """Runs one training step on one rank.
 
     Args:
-        placed: this rank's parts of the model.
+        parts: this rank's parts of the model.
         flows: one per micro-batch, without a gradient sink.
         factors: of the loss and of router terms.
         loss: computes the loss at the end of the last stage.
@@ -81,37 +81,37 @@ class Executor:
 
     def __init__(
         self,
-        placed: ModelParts,
+        parts: ModelParts,
         flows: Sequence[Flow],
         factors: Factors,
         loss: ScaledLoss,
         graphs: PartGraphs | None = None,
     ) -> None:
-        self._placed = placed
+        self._parts = parts
         self._flows = flows
         self._graphs = graphs
         self._fractions = factors.fraction_M.unbind()
         scales = factors.scale_L.unbind()
         self._loss: Loss = lambda x_TD, flow, later: loss(x_TD, flow, scales[later])
-        rank = placed.world.attention.pp
-        self.plan: RankPlan = plan_rank(placed.layout, rank, len(flows))  # type: ignore[arg-type]
+        rank = parts.world.attention.pp
+        self.plan: RankPlan = plan_rank(parts.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
         """Completed steps."""
-        self._secondary = placed.secondary if self.plan.table.has_pairs else None
-        self._messages = P2PMessages(self.plan, placed.world.group("pp"), self._buffer)
+        self._secondary = parts.secondary if self.plan.table.has_pairs else None
+        self._messages = P2PMessages(self.plan, parts.world.group("pp"), self._buffer)
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._result = StepResult()
 
     def run(self) -> StepResult:
         """Run every step of this rank's line."""
-        stash = None if self._placed.offload is None else self._placed.offload.stash
+        stash = None if self._parts.offload is None else self._parts.offload.stash
         if stash is not None:
             rows = max(flow.rows.rows for flow in self._flows)
-            pages = partial(pages_of, self._placed, self.plan.line, rows)
+            pages = partial(pages_of, self._parts, self.plan.line, rows)
             stash.begin_step((len(self._flows), rows), pages)
         if self._graphs is not None:
-            self._graphs.begin_step(self._placed, self._flows)
-        with Lanes(self._placed.world.device) as lanes:
+            self._graphs.begin_step(self._parts, self._flows)
+        with Lanes(self._parts.world.device) as lanes:
             for index, step in enumerate(self.plan.line):
                 self._messages.post(index)
                 # Before a step without backward; otherwise after the fetches of that backward.
@@ -169,17 +169,17 @@ class Executor:
         # Without W or pairs, weight gradients are computed at once, which frees their rows.
         deferred = self.plan.splits_backward or self._secondary is not None
         sink = DeferredSink() if deferred else AccumulatingSink()
-        placed = self._placed
+        parts = self._parts
         micro = action.micro
-        chunk = placed.chunks[action.chunk]
+        chunk = parts.chunks[action.chunk]
         fraction = self._fractions[micro]
-        hooks = placed.hooks_for(chunk, training=True, deferred=deferred)
+        hooks = parts.hooks_for(chunk, training=True, deferred=deferred)
         flow = self._flows[micro].for_chunk(sink, hooks, chunk.has_head)
         graphs = self._graphs and self._graphs.acquire(action.chunk, micro, flow)
         if graphs is not None:
             flow = replace(flow, rows=graphs.flow.rows, piece=graphs.flow.piece)
         chunk_pass = ChunkPass(
-            placed.model, chunk, flow, fraction, self._loss, self._secondary, graphs
+            parts.model, chunk, flow, fraction, self._loss, self._secondary, graphs
         )
         return InFlight(chunk_pass, flow, sink, hooks, graphs)
 
@@ -212,30 +212,30 @@ class Executor:
 
     def _buffer(self, micro: int) -> Tensor:
         """Allocate a tensor for a micro-batch's rows [T, D] from another stage."""
-        model = self._placed.model
+        model = self._parts.model
         rows = self._flows[micro].rows
         shape = (rows.rows, model.record.hidden)
         return torch.empty(shape, dtype=model.recipe.dtype, device=rows.ids_T.device)
 
 
 def run_step(
-    placed: ModelParts,
+    parts: ModelParts,
     flows: Sequence[Flow],
     factors: Factors,
     loss: ScaledLoss,
     graphs: PartGraphs | None = None,
 ) -> StepResult:
     """Run this rank's line of a step; the arguments are those of :class:`Executor`."""
-    return Executor(placed, flows, factors, loss, graphs).run()
+    return Executor(parts, flows, factors, loss, graphs).run()
 
 
-def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
+def pages_of(parts: ModelParts, line: Line, rows: int) -> Pages:
     """Return the page pools that a step needs, with ``rows`` per micro-batch on this rank."""
-    layout = placed.layout
-    decoder = placed.model.record
-    sizes = placed.layout.split
+    layout = parts.layout
+    decoder = parts.model.record
+    sizes = parts.layout.split
     assert isinstance(layout.dispatch, FixedShape)
-    width = placed.model.recipe.dtype.itemsize
+    width = parts.model.recipe.dtype.itemsize
     room = layout.dispatch.buffer_rows(sizes)
     shape = Shape(
         decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
@@ -249,6 +249,6 @@ def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
 
     chunks = [
         ChunkBlocks(blocks(chunk.layers), blocks(chunk.multi_token), chunk.has_head)
-        for chunk in placed.chunks
+        for chunk in parts.chunks
     ]
     return Pages(*count_pages(chunks, shape, policy, line))

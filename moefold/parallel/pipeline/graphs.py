@@ -29,13 +29,13 @@ def build_executor(
 
     ``layout.graphs`` selects it. ``record`` builds recorders; by default CUDA's, on CUDA devices.
     """
-    placed = data.placed
-    if record is None and placed.world.device.type == "cuda":
+    parts = data.parts
+    if record is None and parts.world.device.type == "cuda":
         record = CudaGraphs
-    if placed.layout.graphs == "none" or record is None:
+    if parts.layout.graphs == "none" or record is None:
         return run_step
-    placed.model.recipe.in_place_copies = True
-    if placed.layout.graphs == "partial":
+    parts.model.recipe.in_place_copies = True
+    if parts.layout.graphs == "partial":
         return partial(run_step, graphs=PartGraphs(data, record))
     return StepGraphs(data, record)
 
@@ -54,23 +54,23 @@ class StepGraphs:
         self.recorded: dict[Hashable, Replay] = {}
 
     def __call__(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
+        self, parts: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> StepResult:
         """Run a step's forward and backward; the arguments are those of :func:`run_step`."""
-        moved, keys = self._shapes.begin_step(placed, flows)
+        moved, keys = self._shapes.begin_step(parts, flows)
         if moved:
             self.recorded.clear()
         key = tuple(keys)
         if None in key or not self._shapes.ready(key):
-            return run_step(placed, flows, factors, loss)
+            return run_step(parts, flows, factors, loss)
         for bucket in self._data.buckets:
             bucket.wait_unshard()  # started by the optimizer step, which is not in the graph
         if key not in self.recorded:
-            self.recorded[key] = self._record_step(placed, flows, factors, loss)
+            self.recorded[key] = self._record_step(parts, flows, factors, loss)
         return self.recorded[key](flows, factors)
 
     def _record_step(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
+        self, parts: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> Replay:
         # Copies, since the step's tensors are freed after it.
         own_factors = Factors(*(factor.clone() for factor in factors))
@@ -78,13 +78,13 @@ class StepGraphs:
         buckets = list(self._data.buckets)
 
         def passes() -> StepResult:
-            result = run_step(placed, own_flows, own_factors, loss)
+            result = run_step(parts, own_flows, own_factors, loss)
             for bucket in buckets:
                 bucket.wait_reduce()
             return result
 
         graph, result = self._record()(passes)
-        parameters = [*placed.model.parameters(), *self._data.params.values()]
+        parameters = [*parts.model.parameters(), *self._data.params.values()]
         gradients = [(p, p.grad) for p in parameters]
         sums = [(b, b.gradients, b.summed_L) for b in buckets]
 

@@ -155,7 +155,7 @@ class PartGraphs:
         self._free: dict[Hashable, list[GraphedPass]] = defaultdict(list)
         self.passes: list[GraphedPass] = []
         """All passes with graphs: as many as were ever in flight at once."""
-        layout = data.placed.layout
+        layout = data.parts.layout
         handles = set[Tensor]()
         self._no_exchange = layout.split.ep * layout.split.etp == 1
         self._static_shapes = self._no_exchange or isinstance(layout.dispatch, FixedShape)
@@ -163,12 +163,12 @@ class PartGraphs:
             bucket.keeps_gradients = True
             handles.update(bucket.handles.values())
         # Graphs add to gradients in fixed memory from the first micro-batch on, as buckets have.
-        trained = [p for p in data.placed.model.parameters() if p.requires_grad]
+        trained = [p for p in data.parts.model.parameters() if p.requires_grad]
         self._sums = {p: torch.zeros_like(p) for p in trained if p not in handles}
 
-    def begin_step(self, placed: ModelParts, flows: Sequence[Flow]) -> None:
+    def begin_step(self, parts: ModelParts, flows: Sequence[Flow]) -> None:
         """Determine which of the step's shapes have graphs; put gradients in their fixed memory."""
-        moved, self._keys = self._shapes.begin_step(placed, flows)
+        moved, self._keys = self._shapes.begin_step(parts, flows)
         if moved:
             self._free.clear()
             self.passes.clear()

@@ -71,7 +71,7 @@ class ShapeTracker:
         self._addresses: tuple[tuple[int, int], ...] = ()
 
     def begin_step(
-        self, placed: ModelParts, flows: Sequence[Flow]
+        self, parts: ModelParts, flows: Sequence[Flow]
     ) -> tuple[bool, list[Hashable | None]]:
         """Return whether any rank's weights moved, and each micro-batch's shape on all ranks.
 
@@ -82,8 +82,8 @@ class ShapeTracker:
             None if flow.exact else (flow.rows.rows, flow.rows.n_valid, flow.rows.lengths)
             for flow in flows
         ]
-        world = placed.world
-        hashes = [[self.weights_moved(placed), *(hash(key or ()) for key in keys)]]
+        world = parts.world
+        hashes = [[self.weights_moved(parts), *(hash(key or ()) for key in keys)]]
         if world.size > 1:
             with world.recorder.module("graphs"):
                 local = torch.tensor(hashes[0], device=world.device)
@@ -94,10 +94,10 @@ class ShapeTracker:
             self._recorded.clear()
         return moved, [key and (key, hash(row)) for key, row in zip(keys, shapes_MR, strict=True)]
 
-    def weights_moved(self, placed: ModelParts) -> bool:
+    def weights_moved(self, parts: ModelParts) -> bool:
         """Refresh low-precision weights, so that no replay casts; return whether any moved."""
-        model = placed.model
-        stash = placed.offload and placed.offload.stash
+        model = parts.model
+        stash = parts.offload and parts.offload.stash
         model.recipe.refresh_copies()
         tensors = [*model.parameters(), *model.buffers(), *model.recipe.copies]
         tensors += stash.tensors if stash is not None else []

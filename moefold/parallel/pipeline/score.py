@@ -27,26 +27,26 @@ time."""
 
 
 @torch.no_grad()
-def score(placed: ModelParts, flow: Flow, score_fn: Score, chunk: int) -> Tensor | None:
+def score(parts: ModelParts, flow: Flow, score_fn: Score, chunk: int) -> Tensor | None:
     """Run a micro-batch through all stages; return its score on the last stage, else None."""
-    x_TD = forward(placed, flow)
+    x_TD = forward(parts, flow)
     if x_TD is None:
         return None
-    with unsharded_head(placed):
-        return score_fn(x_TD, placed.model.head_operand(), flow, chunk=chunk)
+    with unsharded_head(parts):
+        return score_fn(x_TD, parts.model.head_operand(), flow, chunk=chunk)
 
 
 @torch.no_grad()
 def next_logits(
-    placed: ModelParts, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
+    parts: ModelParts, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
 ) -> Tensor:
     """Return the logits [P, V] of the token that follows each text, on every rank.
 
     A collective call with the same texts on all ranks, none of them empty. The distributed
     :meth:`DecoderModel.next_logits`; with context ranks the cache is not used.
     """
-    model = placed.model
-    world = placed.world
+    model = parts.model
+    world = parts.world
     sizes = world.folding.sizes
     cache = cache if sizes.cp == 1 else None
     pad_to = sizes.row_multiple
@@ -57,35 +57,35 @@ def next_logits(
         model.recipe,
         training=False,
         world=world,
-        context=placed.layout.context,
+        context=parts.layout.context,
         piece=None if piece is None else piece.to(world.device),
         cache=cache,
         dropless=True,
     )
-    x_TD = forward(placed, flow)
+    x_TD = forward(parts, flow)
     last_P = (batch.cu_seqlens[1:] - 1).long().to(world.device)
     vocab = model.record.vocab
     logits_PV = torch.zeros(len(texts), vocab, dtype=model.recipe.dtype, device=world.device)
     if x_TD is not None:
-        with unsharded_head(placed):
+        with unsharded_head(parts):
             logits_PV = linear(_gather_rows(x_TD, flow, last_P), model.head_operand())
         logits_PV = _gather_vocabulary(logits_PV, vocab, world.group("tp"))
-    last_rank = placed.table.rank_of(placed.table.stages - 1)
+    last_rank = parts.table.rank_of(parts.table.stages - 1)
     return broadcast_(logits_PV, world.group("pp"), last_rank)
 
 
-def incremental_logits(placed: ModelParts) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+def incremental_logits(parts: ModelParts) -> Callable[[Sequence[Sequence[int]]], Tensor]:
     """Return ``next_logits`` for growing texts, with a key-value cache where possible."""
-    return partial(next_logits, placed, cache=KeyValueCache.of(placed.model.record))
+    return partial(next_logits, parts, cache=KeyValueCache.of(parts.model.record))
 
 
-def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
+def forward(parts: ModelParts, flow: Flow) -> Tensor | None:
     """Run every stage; return the normed rows ``x_TD`` on the last one, elsewhere None."""
-    model = placed.model
-    ranks = placed.world.group("pp")
-    table = placed.table
-    rank = placed.world.attention.pp
-    chunks = {table.stage_of(rank, number): chunk for number, chunk in enumerate(placed.chunks)}
+    model = parts.model
+    ranks = parts.world.group("pp")
+    table = parts.table
+    rank = parts.world.attention.pp
+    chunks = {table.stage_of(rank, number): chunk for number, chunk in enumerate(parts.chunks)}
     x_TD: Tensor | None = None
     for stage in range(table.stages):
         source = table.rank_of(max(stage - 1, 0))
@@ -98,10 +98,10 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
             continue
         if source != owner:
             shape = (flow.rows.rows, model.record.hidden)
-            x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=placed.world.device)
+            x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=parts.world.device)
             receive(x_TD, ranks.ranks[source], ranks).wait()
         chunk = chunks[stage]
-        flow = replace(flow, unshard=placed.hooks_for(chunk, training=False))
+        flow = replace(flow, unshard=parts.hooks_for(chunk, training=False))
         x_TD = model.start(flow) if chunk.has_embedding else x_TD
         assert x_TD is not None
         x_TD, _ = model.run(flow, x_TD, chunk.layers)
@@ -110,10 +110,10 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
     return x_TD if table.rank_of(table.stages - 1) == rank else None
 
 
-def unsharded_head(placed: ModelParts) -> AbstractContextManager[None]:
+def unsharded_head(parts: ModelParts) -> AbstractContextManager[None]:
     """Unshard the head's matrix in this context."""
-    hooks = placed.hooks_for(placed.chunks[-1], training=False)
-    return hooks.unsharded(placed.model.head_unit)
+    hooks = parts.hooks_for(parts.chunks[-1], training=False)
+    return hooks.unsharded(parts.model.head_unit)
 
 
 def _gather_vocabulary(logits_Pv: Tensor, vocab: int, ranks: Group) -> Tensor:

@@ -38,7 +38,7 @@ class Objective:
         """Load what the loss needs besides a trainer's model, on all ranks; return the loss."""
         return self
 
-    def for_proof(self, placed: ModelParts, subject: Any) -> "Objective":
+    def for_proof(self, parts: ModelParts, subject: Any) -> "Objective":
         """Return the loss for a layout proof, which has a small model and no files."""
         return self
 
@@ -46,7 +46,7 @@ class Objective:
         """Return the number of units in a whole micro-batch on the host."""
         return batch.n_labels
 
-    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return further inputs of the loss for a micro-batch, which become ``Flow.known``.
 
         All ranks call it before a step's first forward, so that it may run other models.

@@ -82,24 +82,24 @@ class Distillation(Objective):
             fill_from_folder(imported, data)
         for note in imported.left_out if job.world.rank == 0 else ():
             _log.warning("%s", note)
-        self.teacher = data.placed
+        self.teacher = data.parts
         return self
 
-    def for_proof(self, placed: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, parts: ModelParts, subject: Any) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
         decoder = freeze(without_tuning(subject.decoder), ("*",))
-        parts = build_parts(decoder, placed.model.recipe.precision, placed.layout, placed.world)
-        initialise(parts.model, decoder, subject.seed + 1, parts.shards)
-        self.teacher = ShardedState(parts).placed
+        teacher = build_parts(decoder, parts.model.recipe.precision, parts.layout, parts.world)
+        initialise(teacher.model, decoder, subject.seed + 1, teacher.shards)
+        self.teacher = ShardedState(teacher).parts
         return self
 
-    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the teacher's output; None for held-out data, which needs none."""
-        return self.teacher_output(placed, batch, flow, chunk) if flow.training else None
+        return self.teacher_output(parts, batch, flow, chunk) if flow.training else None
 
     @torch.no_grad()
     def teacher_output(
-        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
+        self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
     ) -> Tensor | None:
         """Return the teacher's last normed rows [T, D]; None before the last stage."""
         return forward(self.teacher, self.teacher_flow(batch))
@@ -153,10 +153,10 @@ class TopKDistillation(Distillation):
         self._files: dict[int, np.ndarray] = {}
         return self
 
-    def for_proof(self, placed: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, parts: ModelParts, subject: Any) -> Objective:
         """Return the loss with a teacher that runs in each step, and K for a small vocabulary."""
         self.record = self.record.model_copy(update={"top_k": max(2, subject.decoder.vocab // 8)})
-        return super().for_proof(placed, subject)
+        return super().for_proof(parts, subject)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
@@ -169,14 +169,14 @@ class TopKDistillation(Distillation):
         )
 
     def teacher_output(
-        self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
+        self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int
     ) -> Tensor | None:
         """Return the teacher's top probabilities [P, W]; None before the last stage."""
         if self._folder is None:
             return self._top_probabilities(self.teacher_flow(batch), chunk)
-        if not any(part.has_head for part in placed.chunks):
+        if not any(part.has_head for part in parts.chunks):
             return None
-        probs_TW = torch.from_numpy(self._read_stored(batch)).to(placed.world.device)
+        probs_TW = torch.from_numpy(self._read_stored(batch)).to(parts.world.device)
         return probs_TW[flow.whole.rows.full_row_T]
 
     def _top_probabilities(self, flow: Flow, chunk: int) -> Tensor | None:
@@ -193,7 +193,7 @@ class TopKDistillation(Distillation):
         count = 0
         with ExitStack() as stack:
             file = None
-            if any(part.has_head for part in job.placed.chunks) and coords.tp == coords.cp == 0:
+            if any(part.has_head for part in job.parts.chunks) and coords.tp == coords.cp == 0:
                 file = stack.enter_context((folder / ROWS_FILE.format(coords.dp)).open("wb"))
             for batch in job.loader.all_batches(held_out=False):
                 flow = self.teacher_flow(batch)

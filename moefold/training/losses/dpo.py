@@ -50,11 +50,11 @@ class Preference(Objective):
         """Return the number of pairs."""
         return len(batch.lengths) // 2
 
-    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the reference's log-probability of each segment [N]; on the last stage only."""
-        with placed.model.recipe.without_adapters():
-            reference_flow = build_flow(placed, batch, training=False, exact=True)
-            return score(placed, reference_flow, log_probabilities, chunk)
+        with parts.model.recipe.without_adapters():
+            reference_flow = build_flow(parts, batch, training=False, exact=True)
+            return score(parts, reference_flow, log_probabilities, chunk)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
@@ -114,8 +114,8 @@ class StoredPreference(Preference):
                 )
             scores: dict[str, float] = {}  # log-probability of every answer, by its digest
             for batch in job.loader.all_batches():
-                flow = build_flow(job.placed, batch, training=False, exact=True)
-                log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
+                flow = build_flow(job.parts, batch, training=False, exact=True)
+                log_N = score(job.parts, flow, log_probabilities, job.run.train.loss_chunk)
                 if log_N is not None:
                     digests = (digest for digest, _ in segment_digests(batch))
                     scores |= zip(digests, log_N.tolist(), strict=True)
@@ -125,15 +125,15 @@ class StoredPreference(Preference):
         self._stored = run_on_first(partial(read_json, path), job.world.on_host)
         return self
 
-    def for_proof(self, placed: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, parts: ModelParts, subject: Any) -> Objective:
         """Return the loss with a reference whose log-probabilities are all 0."""
         self._stored = defaultdict(float)
         return self
 
-    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the stored log-probability of each segment [N]."""
         stored = [self._stored[digest] for digest, _ in segment_digests(batch)]
-        device = placed.world.device
+        device = parts.world.device
         return torch.tensor(stored, dtype=widest_dtype(device)).to(device)
 
 
