@@ -176,8 +176,8 @@ PLANTS = (
         "a start token that is there already is added",
         "tests/pure/test_data_ends.py::test_b70_no_token_around_a_text_is_written_twice",
         "data/tokenizer.py",
-        "return () if tuple(ids[: len(self.head)]) == self.head else self.head",
-        "return self.head",
+        "head = () if tuple(ids_N[: len(self.head)].tolist()) == self.head else self.head",
+        "head = self.head",
     ),
     Plant(
         "b70",
