@@ -43,7 +43,7 @@ def timed(info: RankInfo, attempt: Attempt, run: Run, folder: Path, steps: int) 
         size = packed_size(
             [
                 held.tensor
-                for held in (*job.data.weights(), *job.data.optimizer_state(job.optimizer))
+                for held in (*job.state.weights(), *job.state.optimizer_state(job.optimizer))
             ]
         )
     without, copied = statistics.median(seconds[1]), statistics.median(seconds[0])

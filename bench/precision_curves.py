@@ -99,8 +99,8 @@ def experts_gradient(job: Trainer, steps: int = 2) -> dict[str, Tensor]:
     for number in range(steps):
         job.model.recipe.seed, job.model.recipe.step = job.run.seed, number
         batches = job.loader.load_step(job.step_number + number)
-        gradients(job.data, batches, job.run.train.loss_chunk)
-        for held in job.data.gradients():
+        gradients(job.state, batches, job.run.train.loss_chunk)
+        for held in job.state.gradients():
             if ".experts." in held.name:
                 found[held.name] = found.get(held.name, 0) + held.tensor.double()
     return found
@@ -112,8 +112,8 @@ def take(job: Trainer, base: Path, state: Mapping[str, Tensor], step: int) -> No
     if not job.optimizer.low_precision:
         fork(job, base)
         return
-    restore(resolve_checkpoint(base), job.data, None)
-    job.data.refresh_weights()
+    restore(resolve_checkpoint(base), job.state, None)
+    job.state.refresh_weights()
     for name, moments in job.optimizer.low_precision.items():
         for one, what in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
             values = state[f"optim.{name}.{what}"].view(-1)

@@ -69,7 +69,7 @@ def train(
         with open(run, folder, hooks) as job:
             where = job.folder
             final = job.train()
-            if job.data.offload is None:  # else parameters are handles without values
+            if job.state.offload is None:  # else parameters are handles without values
                 model = job.model
     else:
         where = Path(folder or unused_folder(run.name))
@@ -211,7 +211,7 @@ def export_stream(
         ValueError: if no known family fits the model, a bucket is too small for one row of a
             tensor, or the run trains adapters.
     """
-    return stream_weights(job.data, dtype, layout, bucket_bytes)
+    return stream_weights(job.state, dtype, layout, bucket_bytes)
 
 
 def verify(

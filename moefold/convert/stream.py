@@ -96,7 +96,7 @@ class TensorBatch:
 
 
 def stream_weights(
-    data: ShardedState,
+    state: ShardedState,
     dtype: Dtype = "bfloat16",
     layout: Layout = "per_expert",
     bucket_bytes: int = BUCKET_BYTES,
@@ -106,7 +106,7 @@ def stream_weights(
     Every rank must call it between two steps and exhaust the iterator.
 
     Args:
-        data: the run's state.
+        state: what the run trains, as this rank has it.
         dtype: dtype of the weights that need not stay float32.
         layout: one tensor per expert, or all experts in one tensor.
         bucket_bytes: most bytes of a bucket.
@@ -114,14 +114,14 @@ def stream_weights(
     Raises:
         ValueError: if a row of a tensor is larger than a bucket, or the run trains adapters.
     """
-    ranks = data.parts.world.on_host
-    decoder = data.parts.model.record
+    ranks = state.parts.world.on_host
+    decoder = state.parts.model.record
     if adapter_scales(decoder):
         raise ValueError(
             "cannot stream the weights of a run with adapters; save a checkpoint and use moefold "
             "export, with --merged for the whole model"
         )
-    tensors = {(w.name, w.box): w.tensor.detach() for w in data.weights() if w.is_first}
+    tensors = {(w.name, w.box): w.tensor.detach() for w in state.weights() if w.is_first}
     mine = list(tensors)
     boxes = [
         [(name, tuple((start, end) for start, end in box)) for name, box in names]

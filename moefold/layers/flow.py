@@ -56,7 +56,7 @@ class Flow:
         unshard: hooks that gather weights sharded over data ranks (ZeRO).
         cache: key-value cache of generation.
         dropless: whether capacity is ignored, as in generation, where texts must not compete.
-        known: data of the loss about the micro-batch, besides its rows.
+        reference: data of the loss about the micro-batch, besides its rows.
         shifted_rows: (rows, piece) with ids and labels shifted by one token, by two, and so on.
     """
 
@@ -74,7 +74,7 @@ class Flow:
     unshard: UnshardHooks = RESIDENT
     cache: KeyValueCache | None = None
     dropless: bool = False
-    known: Any = None
+    reference: Any = None
     shifted_rows: tuple[tuple[MicroBatch, MicroBatch | None], ...] = ()
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 

@@ -158,7 +158,7 @@ def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], 
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, mode.from_tensor(buffer))
     with mode:
-        data = ShardedState(parts)
+        state = ShardedState(parts)
 
     def without_values(rows: MicroBatch) -> MicroBatch:
         names = (name for name in (*ROW_TENSORS, "row_T") if getattr(rows, name) is not None)
@@ -184,7 +184,7 @@ def _find_host_reads(case: ProofCase, world: World) -> tuple[Counter[HostRead], 
     position = world.attention
     dp = world.folding.dp
     try:
-        gradients(data, micro_batches(subject)[position.dp :: dp], LOSS_CHUNK, executor=run)
+        gradients(state, micro_batches(subject)[position.dp :: dp], LOSS_CHUNK, executor=run)
     except _StepEnded as ended:
         return mode.reads, str(ended)
     raise AssertionError("a step runs its passes")

@@ -164,9 +164,9 @@ class RankRun:
         position = world.attention
         dp = world.folding.dp
         self.batches: list[MicroBatch] = micro_batches(case.subject)[position.dp :: dp]
-        self.data = ShardedState(self.parts)
-        self.parts = self.data.parts
-        self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
+        self.state = ShardedState(self.parts)
+        self.parts = self.state.parts
+        self.optimizer: Optimizer = self.state.optimizer(case.subject.optim)
         self.objective: Objective = build(case.subject.loss).for_proof(self.parts, case.subject)
         self.result = RankResult()
 
@@ -175,7 +175,7 @@ class RankRun:
 
         Gradients and counts are those of the first step, weights the changes over all steps.
         """
-        before = _copy_slices(self.data.weights())
+        before = _copy_slices(self.state.weights())
         result = self.result
         position = self.world.attention
         # All ranks of a stage run the same operations, so one is enough.
@@ -184,7 +184,7 @@ class RankRun:
         with watch or nullcontext():
             scale = self._gradients(fault)
         result.narrow = tuple(sorted(watch.operations)) if watch else ()
-        result.pieces["gradients"] = _copy_slices(self.data.gradients())
+        result.pieces["gradients"] = _copy_slices(self.state.gradients())
         for number, moe in self.parts.model.moe_layers():
             for counter in ("load_E", "sent_E", "tokens"):
                 counted = getattr(moe.balance.counters, counter)
@@ -194,13 +194,13 @@ class RankRun:
         for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)
             self.optimizer.step(scale)
-            self.data.end_step()
+            self.state.end_step()
         if self.updates:
-            after = _copy_slices(self.data.weights())
+            after = _copy_slices(self.state.weights())
             result.pieces["weights"] = [
                 replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
             ]
-            for piece in _copy_slices(self.data.optimizer_state(self.optimizer)):
+            for piece in _copy_slices(self.state.optimizer_state(self.optimizer)):
                 parameter, _, kind = piece.name.removeprefix("optim.").rpartition(".")
                 state = result.pieces.setdefault(f"optimizer/{kind}", [])
                 state.append(replace(piece, name=parameter))
@@ -209,7 +209,7 @@ class RankRun:
 
     def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, record its figures, and return the clipping factor."""
-        figures = gradients(self.data, self.batches, LOSS_CHUNK, objective=self.objective)
+        figures = gradients(self.state, self.batches, LOSS_CHUNK, objective=self.objective)
         required = {
             "dispatch.max_rows": figures.needed_rows, "offload.pages.load": figures.needed_load
         }  # fmt: skip
@@ -220,7 +220,7 @@ class RankRun:
                 "proof does not cover this dispatcher"
             )
         if fault is not None and fault.parameter:
-            for piece in self.data.gradients():
+            for piece in self.state.gradients():
                 at_start = piece.is_first and not any(start for start, _ in piece.box)
                 if piece.name == fault.parameter and at_start:
                     piece.tensor.mul_(fault.factor)

@@ -257,13 +257,13 @@ def build_step(case: Case) -> Callable[[], None]:
     initialise(model, case.decoder, seed=1)
     shape = case.micro_batch, case.seq
     batches = random_batches(case.decoder.vocab, shape, case.num_micro_batches, seed=0)
-    data = ShardedState(single_rank_parts(model))
+    state = ShardedState(single_rank_parts(model))
     optimizer = build(case.number_formats.optimizer, dict(model.named_parameters()))
 
     def step() -> None:
-        gradients(data, batches, LOSS_CHUNK)
+        gradients(state, batches, LOSS_CHUNK)
         optimizer.step()
-        data.refresh_weights()
+        state.refresh_weights()
 
     return step
 

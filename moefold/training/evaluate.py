@@ -62,7 +62,7 @@ def evaluate(
     exact = repeats_on_overflow(parts)
     for batch in batches:
         flow = build_flow(parts, batch, training=False, exact=exact)
-        flow = replace(flow, known=objective.known(parts, batch, flow, loss_chunk))
+        flow = replace(flow, reference=objective.reference(parts, batch, flow, loss_chunk))
         with parts.world.recorder.module("evaluation"):
             if (sums := score(parts, flow, objective.score, loss_chunk)) is not None:
                 figures[:n_sums] += sums

@@ -60,7 +60,7 @@ def fork(
             raise TokenizerMismatch(_mismatch_message(path, stored, *differing))
     weights_only = weights_only or "run" not in meta
     try:
-        job.progress = restore(path, job.data, None if weights_only else job.optimizer)
+        job.progress = restore(path, job.state, None if weights_only else job.optimizer)
     except MismatchError as error:
         names = (*error.missing, *error.unexpected, *error.mismatched)
         weights = [name for name in names if not name.startswith(f"{PREFIX}.")]
@@ -79,7 +79,7 @@ def fork(
         raise CheckpointError(
             f"{path} and this run have different {what}; --weights-only takes only the weights"
         ) from None
-    job.data.refresh_weights()
+    job.state.refresh_weights()
     stored_run = with_current_defaults(meta["run"], job.run) if "run" in meta else {}
     lines: list[str] = []
     if not weights_only:

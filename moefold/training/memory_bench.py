@@ -117,15 +117,15 @@ def measure_rank(
         chunk = run.train.loss_chunk
         parts = build_parts(decoder, precision, run.layout, world)
         initialise(parts.model, decoder, run.seed, parts.shards)
-        data = ShardedState(parts)
-        optimizer = data.optimizer(run.optim)
+        state = ShardedState(parts)
+        optimizer = state.optimizer(run.optim)
         shape = run.train.micro_batch, run.data.seq
         batches = random_batches(decoder.vocab, shape, micro_batches, run.seed)
-        gradients(data, batches, chunk)
+        gradients(state, batches, chunk)
         optimizer.step()
-        data.refresh_weights()
-        moments = state_bytes(data, optimizer)["moments"]
-        steps = measure_step(data, batches, chunk, planned[world.attention.pp])
+        state.refresh_weights()
+        moments = state_bytes(state, optimizer)["moments"]
+        steps = measure_step(state, batches, chunk, planned[world.attention.pp])
         return gather_objects(
             [{**measured, "moments": moments} for measured in steps], world.on_host
         )

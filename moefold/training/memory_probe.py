@@ -70,13 +70,13 @@ class MemoryProbe(Executor):
 
     def __init__(
         self,
-        data: ShardedState,
+        state: ShardedState,
         measured: list[Bytes],
         planned: Sequence[Mapping[str, float]],
         *args: Any,
     ) -> None:
         super().__init__(*args)
-        self._data = data
+        self._state = state
         self._measurements = measured
         self._planned = planned
         self._max_wait_s = MAX_WAIT_S
@@ -126,7 +126,7 @@ class MemoryProbe(Executor):
     def _measure(self) -> Bytes:
         passes = self._in_flight.values()
         messages = {_key(tensor) for tensor in self._messages.tensors}
-        persistent = {_key(tensor) for _, tensor in persistent_tensors(self._data)}
+        persistent = {_key(tensor) for _, tensor in persistent_tensors(self._state)}
         # Tensors that all layers of a pass share; losses, router terms and overflow counts.
         shared = [*self._result.losses, *(terms for *_, terms in self._result.terms)]
         shared += chain.from_iterable(flow.overflow for flow in self._flows)
@@ -142,7 +142,7 @@ class MemoryProbe(Executor):
         excluded = messages | persistent | {_key(t) for t in shared if isinstance(t, Tensor)}
         sinks = [pass_.sink for pass_ in passes if isinstance(pass_.sink, DeferredSink)]
         operands = {_key(t): t.untyped_storage().nbytes() for t in _operands(sinks)}
-        measured = state_bytes(self._data)
+        measured = state_bytes(self._state)
         measured["operands"] = sum(size for key, size in operands.items() if key not in excluded)
         measured["activations"] = self._storages.live_bytes(excluded) - measured["operands"]
         measured["messages"] = self._storages.live_bytes(self._storages.storages.keys() - messages)
@@ -176,27 +176,27 @@ def _operands(value: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(map(_operands, value))
 
 
-def persistent_tensors(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
+def persistent_tensors(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
     """Yield a rank's tensors for parameters and their gradients, each with its part's name."""
-    model = data.parts.model
+    model = state.parts.model
     yield from (("shared", buffer) for buffer in model.buffers())
     # After the model's buffers, which include histories: the last part that names a storage counts.
-    histories = (history.buffers() for history in data.histories.values())
+    histories = (history.buffers() for history in state.histories.values())
     weights = chain(model.recipe.copies, model.recipe.codes, *histories)
     yield from (("weights", tensor) for tensor in weights)
-    for bucket in data.buckets:
+    for bucket in state.buckets:
         yield from (("weights", tensor) for tensor in bucket.unsharded_tensors)
         yield "master", bucket.master_L
         yield from (("gradients", tensor) for tensor in bucket.gradient_tensors)
-    for parameter in (*model.parameters(), *data.params.values()):
+    for parameter in (*model.parameters(), *state.params.values()):
         yield "master", parameter
         if parameter.grad is not None:
             yield "gradients", parameter.grad
 
 
-def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes:
+def state_bytes(state: ShardedState, optimizer: Optimizer | None = None) -> Bytes:
     """Return the bytes of parameters, gradients and the optimizer's state, each storage once."""
-    tensors = list(persistent_tensors(data))
+    tensors = list(persistent_tensors(state))
     if optimizer is not None:
         tensors += [("moments", moment) for moment in optimizer.state().values() if moment.dim()]
     storages = {_key(tensor): (part, tensor.untyped_storage()) for part, tensor in tensors}
@@ -208,7 +208,7 @@ def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes
 
 
 def measure_step(
-    data: ShardedState,
+    state: ShardedState,
     batches: Sequence[MicroBatch],
     loss_chunk: int,
     planned: Sequence[Mapping[str, float]] = (),
@@ -221,7 +221,7 @@ def measure_step(
     measured: list[Bytes] = []
 
     def run(*args: Any) -> StepResult:
-        return run_step(*args) if measured else MemoryProbe(data, measured, planned, *args).run()
+        return run_step(*args) if measured else MemoryProbe(state, measured, planned, *args).run()
 
-    gradients(data, batches, loss_chunk, executor=run)
+    gradients(state, batches, loss_chunk, executor=run)
     return measured

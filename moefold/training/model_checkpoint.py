@@ -242,7 +242,7 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def fill_initial_values(
-    run: Run, decoder: Decoder, data: ShardedState, will_be_replaced: bool
+    run: Run, decoder: Decoder, state: ShardedState, will_be_replaced: bool
 ) -> tuple[str, ...]:
     """Fill a new run's weights; return a line for each tensor of its folder that is left out.
 
@@ -251,7 +251,7 @@ def fill_initial_values(
     source = run.model
     initial = initial_values(decoder, run.seed)
     if will_be_replaced or not isinstance(source, Folder):
-        data.fill(initial)
+        state.fill(initial)
         return ()
     with ExitStack() as stack:
         base = stack.enter_context(import_folder(source.path, config=source.read_config()))
@@ -260,20 +260,20 @@ def fill_initial_values(
             model = base.source.folder, base.decoder, base.tensors
             start = stack.enter_context(closing(open_adapter(Path(run.adapter.start), *model)))
         adapters = initial if start is None else lambda shard: shard.slice_of(start[shard.name])
-        fill_from_folder(base, data, adapters)
+        fill_from_folder(base, state, adapters)
     return base.left_out
 
 
 def fill_from_folder(
-    imported: ImportedFolder, data: ShardedState, adapters: Callable[[Shard], Tensor] | None = None
+    imported: ImportedFolder, state: ShardedState, adapters: Callable[[Shard], Tensor] | None = None
 ) -> None:
     """Fill weights from an open Hugging Face folder, and A and B of adapters from ``adapters``."""
     tensors = imported.tensors
-    check_names(data.parts.model, tensors, complete=data.parts.world.size == 1)
+    check_names(state.parts.model, tensors, complete=state.parts.world.size == 1)
 
     def read(shard: Shard) -> Tensor:
         if adapters is not None and shard.name.endswith((LORA_A, LORA_B)):
             return adapters(shard)
         return tensors.read_box(shard.name, shard.box)
 
-    data.fill(read, buffers=True)
+    state.fill(read, buffers=True)

@@ -38,13 +38,13 @@ def decide_update(
     progress: Progress,
     figures: StepFigures,
     batches: Sequence[MicroBatch],
-    data: ShardedState,
+    state: ShardedState,
     recompute: Callable[[], Any],
 ) -> Literal["update", "skip", "rewind"]:
     """Return what to do with a step with metrics ``figures``, by ``train.on_nonfinite``.
 
-    All ranks call it. Strikes are counted in ``progress``, that before the step. ``data`` holds its
-    gradients; ``recompute`` recomputes them from the same ``batches`` and weights.
+    All ranks call it. Strikes are counted in ``progress``, that before the step. ``state`` holds
+    its gradients; ``recompute`` recomputes them from the same ``batches`` and weights.
 
     Raises:
         NonFiniteStep: with the report, if the policy is to stop.
@@ -57,12 +57,12 @@ def decide_update(
     assert isinstance(policy, Stop | Skip | Rewind)
     progress.strikes = progress.strikes + 1
     progress.struck_at = progress.step
-    description = _describe_nonfinite(batches, data)
-    verdict = replay(data, recompute) if policy.replay else ""
+    description = _describe_nonfinite(batches, state)
+    verdict = replay(state, recompute) if policy.replay else ""
     must_stop = isinstance(policy, Stop) or progress.strikes > policy.limit
     if not (must_stop or verdict.startswith(MACHINE_FAULT)):
         return "skip" if isinstance(policy, Skip) else "rewind"
-    description = "\n".join([description, *find_nonfinite_operands(data, recompute)])
+    description = "\n".join([description, *find_nonfinite_operands(state, recompute)])
     remedy = "; or set train.on_nonfinite to skip or rewind"
     if not isinstance(policy, Stop):
         remedy = f"; or raise train.on_nonfinite.limit, as the limit of {policy.limit} is used up"
@@ -76,10 +76,10 @@ def decide_update(
     )
 
 
-def _describe_nonfinite(batches: Sequence[MicroBatch], data: ShardedState) -> str:
+def _describe_nonfinite(batches: Sequence[MicroBatch], state: ShardedState) -> str:
     """List the gradients that are not finite, by rank, and the documents of all data ranks."""
-    world = data.parts.world
-    grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
+    world = state.parts.world
+    grads = {n: p.grad for n, p in state.params.items() if p.grad is not None}
     documents = [f"{o.name} {o.document}" for batch in batches for o in batch.sources]
     by_rank = gather_objects({"grads": non_finite(grads), "documents": documents}, world.on_host)
     lines = []
@@ -93,13 +93,13 @@ def _describe_nonfinite(batches: Sequence[MicroBatch], data: ShardedState) -> st
     return "\n".join([*lines, f"Documents of the step: {', '.join(documents) or 'unknown'}"])
 
 
-def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) -> list[str]:
+def find_nonfinite_operands(state: ShardedState, recompute: Callable[[], Any]) -> list[str]:
     """Recompute a step's gradients; name each rank's first non-finite operand that was quantised.
 
     All ranks call it. Without quantised products the list is empty.
     """
-    model = data.parts.model
-    world = data.parts.world
+    model = state.parts.model
+    world = state.parts.world
     names = {number: name for name, number in quantised_weight_names(model.record).items()}
     if not names:
         return []
@@ -117,12 +117,12 @@ def find_nonfinite_operands(data: ShardedState, recompute: Callable[[], Any]) ->
     return lines
 
 
-def replay(data: ShardedState, recompute: Callable[[], Any]) -> str:
-    """Recompute the gradients in ``data`` on all ranks; say whether their bits are the same."""
-    before = digest_bytes(part.tensor for part in data.gradients())
+def replay(state: ShardedState, recompute: Callable[[], Any]) -> str:
+    """Recompute the gradients in ``state`` on all ranks; say whether their bits are the same."""
+    before = digest_bytes(part.tensor for part in state.gradients())
     recompute()
-    after = digest_bytes(part.tensor for part in data.gradients())
-    differing = gather_objects(before != after, data.parts.world.on_host)
+    after = digest_bytes(part.tensor for part in state.gradients())
+    differing = gather_objects(before != after, state.parts.world.on_host)
     ranks = ", ".join(str(rank) for rank, differs in enumerate(differing) if differs)
     if not ranks:
         return "Replay: a fault of the data or the model: all ranks computed the same bits again"

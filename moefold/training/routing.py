@@ -178,13 +178,13 @@ class ChoiceReader:
         self._chosen = {}
 
 
-def step_executor(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
+def step_executor(state: ShardedState, record: Routing | None) -> Callable[..., Any]:
     """Return the executor of steps for ``layout.graphs`` and ``train.routing``."""
-    executor = graphs.build_executor(data)
+    executor = graphs.build_executor(state)
     if record is None:
         return executor
     kind = ChoiceWriter if record.record else ChoiceReader
-    recorder = kind(Path(record.record or record.replay or ""), data.parts)
+    recorder = kind(Path(record.record or record.replay or ""), state.parts)
 
     def run(parts: ModelParts, flows: Sequence[Flow], *args: Any) -> StepResult:
         result = executor(parts, recorder.begin(flows), *args)

@@ -89,46 +89,48 @@ class Progress:
         return replace(self, excluded=(), sequence_offset=offset)
 
 
-def iter_state(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[str, LocalSlice]]:
+def iter_state(
+    state: ShardedState, optimizer: Optimizer | None
+) -> Iterator[tuple[str, LocalSlice]]:
     """Yield every box of the state on this rank, not copied, with its tensor's checkpoint name.
 
     Without an optimizer, yield the model's boxes only.
     """
-    yield from ((MODEL_PREFIX + part.name, part) for part in data.weights())
+    yield from ((MODEL_PREFIX + part.name, part) for part in state.weights())
     if optimizer is None:
         return
-    yield from ((part.name, part) for part in data.optimizer_state(optimizer))
+    yield from ((part.name, part) for part in state.optimizer_state(optimizer))
 
 
-def full_weights(data: ShardedState, pattern: str) -> dict[str, Tensor]:
+def full_weights(state: ShardedState, pattern: str) -> dict[str, Tensor]:
     """Return the parameters whose global names match a pattern, such as ``*.router.weight``.
 
     They are unsharded and on the host of each rank. All ranks call it.
     """
-    model = data.parts.model
-    ranks = data.parts.world.on_host
+    model = state.parts.model
+    ranks = state.parts.world.on_host
     matching = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
     weights = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in matching}
-    for part in data.weights():
+    for part in state.weights():
         if part.is_first and part.name in weights:
             weights[part.name][slices(part.box)] = part.tensor.detach()
-    data.flush()
+    state.flush()
     return {name: sum_(weight, ranks) for name, weight in weights.items()}
 
 
-def signature(data: ShardedState, optimizer: Optimizer) -> str:
+def signature(state: ShardedState, optimizer: Optimizer) -> str:
     """Return a digest of name, box, shape and dtype of this rank's state, in order."""
     facts = [
         [name, part.box, part.shape, str(part.tensor.dtype)]
-        for name, part in iter_state(data, optimizer)
+        for name, part in iter_state(state, optimizer)
     ]
     return sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def assigned_state(data: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
+def assigned_state(state: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
     """Return the slices of the state that this rank writes; each element is written by one rank."""
     assigned: dict[str, list[TensorSlice]] = {}
-    for name, part in iter_state(data, optimizer):
+    for name, part in iter_state(state, optimizer):
         written = list(assigned_slices(name, part))
         if written:
             assigned.setdefault(name, []).extend(written)
@@ -160,26 +162,26 @@ def assigned_slices(
             yield TensorSlice(tensor[begin:end], part.shape, (origin[0] + begin, *origin[1:]))
 
 
-def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Progress:
+def restore(path: Path, state: ShardedState, optimizer: Optimizer | None) -> Progress:
     """Fill this rank's state from a checkpoint of any layout; return the run's progress.
 
     Without an optimizer only the model is filled, and the progress is that of a new run.
-    Once all ranks have succeeded, call ``data.refresh_weights()`` to refresh the compute weights.
+    Once all ranks have succeeded, call ``state.refresh_weights()`` to refresh the compute weights.
 
     Raises:
         DamagedError: if data are damaged; the state is then partly overwritten.
         MismatchError: if names, shapes or dtypes differ; the state is then unchanged.
     """
     with Reader(path) as reader, torch.no_grad():
-        own_slices = list(iter_state(data, optimizer))
+        own_slices = list(iter_state(state, optimizer))
         stored = reader.manifest.tensors
         if optimizer is None:
             stored = {n: tensor for n, tensor in stored.items() if n.startswith(MODEL_PREFIX)}
         names = dict(own_slices)
         # Frozen parameters have their compute dtype here, whatever the stored dtype.
-        frozen = {MODEL_PREFIX + n for n, param in data.params.items() if not param.requires_grad}
+        frozen = {MODEL_PREFIX + n for n, param in state.params.items() if not param.requires_grad}
         missing = [name for name in names if name not in stored]
-        is_single_rank = data.parts.world.size == 1  # else the rest is on other ranks
+        is_single_rank = state.parts.world.size == 1  # else the rest is on other ranks
         unexpected = [name for name in stored if name not in names] if is_single_rank else []
         mismatched = {}
         for name, part in names.items():
@@ -191,7 +193,7 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
             raise MismatchError(path, missing, unexpected, mismatched)
         reader.check_sizes(names)
         for name, part in own_slices:
-            if data.has_values:
+            if state.has_values:
                 values = part.tensor.to(DTYPES[stored[name].dtype])
                 reader.read_into(name, values, tuple(start for start, _ in part.box))
                 if values is not part.tensor:

@@ -22,7 +22,7 @@ from moefold.training.losses.base import CROSS_ENTROPY, Objective
 
 
 def gradients(
-    data: ShardedState,
+    state: ShardedState,
     batches: Sequence[MicroBatch],
     loss_chunk: int,
     stop: bool = False,
@@ -34,7 +34,7 @@ def gradients(
     A step whose rows overflowed a dispatcher's stated room is recomputed without that limit.
 
     Args:
-        data: the model's parts on this rank; their gradients are discarded first.
+        state: the model's parts on this rank; their gradients are discarded first.
         batches: this data rank's micro-batches, whole and in order; every data rank has as many.
         loss_chunk: number of rows whose logits exist at a time.
         stop: whether this rank was asked to end the run; the result says it on all ranks.
@@ -44,11 +44,11 @@ def gradients(
     Raises:
         ValueError: if rows overflowed and the layout has overflow end the run.
     """
-    parts = data.parts
+    parts = state.parts
     with parts.world.recorder.module("step"):
         totals = sum_counts(parts, batches, objective)
         limits.check_even_rows(parts, batches)
-    run = partial(_pass, data, batches, totals, loss_chunk, stop, executor, objective)
+    run = partial(_pass, state, batches, totals, loss_chunk, stop, executor, objective)
     figures, missing = run()
     if missing is None:
         return figures
@@ -59,7 +59,7 @@ def gradients(
 
 
 def _pass(
-    data: ShardedState,
+    state: ShardedState,
     batches: Sequence[MicroBatch],
     totals: Totals,
     loss_chunk: int,
@@ -72,17 +72,17 @@ def _pass(
 
     Returns the metrics and, if rows overflowed on any rank, the overflow of this one, else None.
     """
-    parts = data.parts
+    parts = state.parts
     model = parts.model
     world = parts.world
     module = world.recorder.module
     flows = [build_flow(parts, batch, exact=exact) for batch in batches]
     with module("loss"):
         flows = [
-            replace(flow, known=objective.known(parts, batch, flow, loss_chunk))
+            replace(flow, reference=objective.reference(parts, batch, flow, loss_chunk))
             for batch, flow in zip(batches, flows, strict=True)
         ]
-    data.begin_step(len(batches))
+    state.begin_step(len(batches))
     model.start_step()
 
     def loss(x_TD: Tensor, flow: Flow, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def _pass(
     with module("pipeline"):
         result = executor(parts, flows, totals.factors, loss)
     with module("gradients"):
-        norm_squared = data.finish()
+        norm_squared = state.finish()
     with module("counters"):
         sum_counters([mixture.balance for _, mixture in model.moe_layers()], world.group("stage"))
     missing = limits.missing_room(parts, [count for flow in flows for count in flow.overflow])

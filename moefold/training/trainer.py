@@ -150,21 +150,21 @@ class Trainer:
                 self.decoder = run.decoder()
                 parts = build_parts(self.decoder, choice.precision, run.layout, world, "meta")
                 with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
-                    self.data = ShardedState(parts, has_values=scratch is None)
-                    self.optimizer = self.data.optimizer(run.optim)
-                self.parts = self.data.parts
-                self.model = self.data.parts.model
-                self.executor = step_executor(self.data, run.train.routing)
+                    self.state = ShardedState(parts, has_values=scratch is None)
+                    self.optimizer = self.state.optimizer(run.optim)
+                self.parts = self.state.parts
+                self.model = self.state.parts.model
+                self.executor = step_executor(self.state, run.train.routing)
                 self.counts = count(self.decoder)
                 self.utilisation = Utilisation(choice.machine, self.model.recipe.dtype, world)
                 self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
                 run_id = run_digest(run, self.plugins, self.loader.fingerprint(), world.size)
-                state_id = signature(self.data, self.optimizer)
+                state_id = signature(self.state, self.optimizer)
                 record = run.watch.checkpoint.local
                 self.local = record and LocalCopies(record, self.folder, run_id, state_id, world)
                 lines = run_notes(run)
                 if not (restored := self._restore_copies()):
-                    lines = (*lines, *fill_initial_values(run, self.decoder, self.data, is_fork))
+                    lines = (*lines, *fill_initial_values(run, self.decoder, self.state, is_fork))
                 for line in lines if self.rank_zero.is_leader and not self.recovered else ():
                     _log.warning("%s", line)
                 if not restored:
@@ -173,7 +173,7 @@ class Trainer:
                 for line in lines if self.rank_zero.is_leader else ():
                     _log.warning("%s", line)
                 if scratch is None:
-                    self.saver.allocate_copies(partial(assigned_state, self.data, self.optimizer))
+                    self.saver.allocate_copies(partial(assigned_state, self.state, self.optimizer))
         except BaseException:
             self.lock.release()  # held by rank 0 only
             raise
@@ -188,7 +188,7 @@ class Trainer:
                 progress, self.resumed_from = restored
         if progress is None:
             return False
-        self.data.refresh_weights()
+        self.state.refresh_weights()
         self.progress = Progress.from_dict(progress)
         self.hook_states = progress.get(HOOKS, {})
         return True
@@ -198,10 +198,10 @@ class Trainer:
         for copies in filter(None, (self.memory, self.local)):
             progress = {**self.progress.to_dict(), HOOKS: self.hook_states}
             copies.save(progress, self._state_tensors, rewound)
-        self.data.flush()
+        self.state.flush()
 
     def _state_tensors(self) -> list[torch.Tensor]:
-        return [part.tensor.detach() for _, part in iter_state(self.data, self.optimizer)]
+        return [part.tensor.detach() for _, part in iter_state(self.state, self.optimizer)]
 
     def _resume(self) -> Path | None:
         """Resume from the newest undamaged checkpoint; return its path, or None without one."""
@@ -212,13 +212,13 @@ class Trainer:
             check_same_run(path, stored.meta, self.run, self.plugins, self.loader.fingerprint())
             damage: DamagedError | None = None
             try:
-                self.progress = restore(path, self.data, self.optimizer)
+                self.progress = restore(path, self.state, self.optimizer)
             except DamagedError as error:
                 damage = error
             by_rank = gather_objects(damage and str(damage), self.world.on_host)
             report = next(filter(None, by_rank), None)
             if report is None:
-                self.data.refresh_weights()
+                self.state.refresh_weights()
                 self._saved = stored.step
                 self.hook_states = stored.meta.get(HOOKS, {})
                 return path
@@ -309,21 +309,21 @@ class Trainer:
         def forward_backward() -> StepFigures:
             stop = self._stop_request is not None
             loss = self.objective
-            return gradients(self.data, micros, run.train.loss_chunk, stop, self.executor, loss)
+            return gradients(self.state, micros, run.train.loss_chunk, stop, self.executor, loss)
 
         figures = forward_backward()
         if figures.stop and self._stop_request is None:
             self._stop_request = "another rank was asked to stop"
         policy = run.train.on_nonfinite
         now = self.progress
-        decision = decide_update(policy, now, figures, micros, self.data, forward_backward)
+        decision = decide_update(policy, now, figures, micros, self.state, forward_backward)
         if decision == "rewind":
             self._rewind(index)
             return {}
         lr_factor = rate_factor(self.progress.rate, run.optim.schedule_lr, step)
         if decision == "update":
             self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)
-            self.data.end_step()
+            self.state.end_step()
         self.progress.step += 1
         self.progress.tokens += figures.tokens
         seconds = time.perf_counter() - started
@@ -358,8 +358,8 @@ class Trainer:
         """Return to the newest checkpoint, or the start; exclude the batch ``index``."""
         before = self.progress
         if self._resume() is None:
-            fill_initial_values(self.run, self.decoder, self.data, self._is_fork)
-            self.optimizer = self.data.optimizer(self.run.optim)
+            fill_initial_values(self.run, self.decoder, self.state, self._is_fork)
+            self.optimizer = self.state.optimizer(self.run.optim)
             self.progress = Progress(rate=before.rate)
             self.hook_states = {}
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *before.excluded, index}))
@@ -435,9 +435,9 @@ class Trainer:
             "sources": [each.to_dict() for each in self.loader.given(index)],
             HOOKS: hook_states(self.hooks),  # of the first rank, which writes the manifest
         }
-        path = self.saver.save(step, assigned_state(self.data, self.optimizer), meta)
+        path = self.saver.save(step, assigned_state(self.state, self.optimizer), meta)
         self._saved = step
-        self.data.flush()
+        self.state.flush()
         return path
 
     @on_all_ranks
@@ -448,7 +448,7 @@ class Trainer:
     @on_all_ranks
     def weights(self, pattern: str) -> dict[str, torch.Tensor]:
         """Return the parameters whose global names match a pattern, whole and on the host."""
-        return full_weights(self.data, pattern)
+        return full_weights(self.state, pattern)
 
     @on_all_ranks
     def pace(self) -> list[float]:

@@ -68,7 +68,7 @@ def weights(job: Trainer) -> dict[str, torch.Tensor]:
     """Return copies of everything a checkpoint would hold."""
     from moefold.training.state import iter_state
 
-    return {name: held.tensor.clone() for name, held in iter_state(job.data, job.optimizer)}
+    return {name: held.tensor.clone() for name, held in iter_state(job.state, job.optimizer)}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

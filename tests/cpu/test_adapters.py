@@ -234,9 +234,9 @@ def test_an_adapter_of_a_kind_that_is_no_lora_is_refused(
 def test_a_run_trains_its_adapters_alone(tmp_path: Path) -> None:
     asked = {"kind": "lora", "rank": 4}
     with job_of(tmp_path, "out", adapter=asked, train={"precision": "bf16"}) as job:
-        before = {name: p.detach().clone() for name, p in job.data.params.items()}
+        before = {name: p.detach().clone() for name, p in job.state.params.items()}
         job.train()
-        for name, parameter in job.data.params.items():
+        for name, parameter in job.state.params.items():
             assert torch.equal(before[name], parameter) != ("_lora_" in name), name
 
 

@@ -246,7 +246,7 @@ def test_b78_a_runs_adapter_goes_out_alone_and_others_begin_as_it(tmp_path: Path
         with pytest.raises(ValueError, match="moefold export, with --merged"):
             list(api.export_stream(job))
         job.train()
-        want, held = job.model.logits(IDS), {n: p.detach() for n, p in job.data.params.items()}
+        want, held = job.model.logits(IDS), {n: p.detach() for n, p in job.state.params.items()}
     (note,) = api.export(tmp_path / "out", tmp_path / "alone")
     assert str(tmp_path / "hub") in note
     size = sum(file.stat().st_size for file in (tmp_path / "alone").glob("*.safetensors"))
@@ -254,7 +254,7 @@ def test_b78_a_runs_adapter_goes_out_alone_and_others_begin_as_it(tmp_path: Path
     found = api.load_model(tmp_path / "alone").logits(IDS)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
     with tuned(tmp_path, "on", LORA | {"from": str(tmp_path / "alone")}) as job:
-        for name, parameter in job.data.params.items():
+        for name, parameter in job.state.params.items():
             if "_lora_" in name:
                 assert same_bits(parameter.detach(), held[name]), name
 

@@ -194,7 +194,7 @@ def test_another_models_tensors_are_all_told_and_none_is_touched(
     with job_of(tmp_path, "other", model={"shape": shape}) as other:
         before = weights(other)
         with pytest.raises(MismatchError) as caught:
-            restore(path, other.data, other.optimizer)
+            restore(path, other.state, other.optimizer)
         assert equal(weights(other), before) == []
     error, experts = caught.value, "layers.0.moe.experts.w_out"
     said = "stored float32 [4, 16, 16], expected float32 [4, 16, 24]"

@@ -301,7 +301,7 @@ def test_a_run_that_is_looked_at_says_the_same_without_values(tmp_path: Path, ki
     run, places = run_of(tmp_path, **changes), {"cache": tmp_path / "prepared"}
     with Trainer(run, tmp_path / "out", scratch=tmp_path / "scratch", **places) as job:
         assert banner.banner_facts(job) == whole and whole["step"] == 1
-        held = [held.tensor for _, held in iter_state(job.data, job.optimizer)]
+        held = [held.tensor for _, held in iter_state(job.state, job.optimizer)]
         assert held and all(tensor.untyped_storage().device.type == "meta" for tensor in held)
 
 

@@ -41,9 +41,9 @@ class Run:
         given = {"graphs": graphs, "experts": "grouped", **layout}
         self.layout = Layout.model_validate(given)
         model = model_of(decoder(GQA, Dense(width=24), SHARED), precision, experts="grouped")
-        self.data = ShardedState(single_rank_parts(model, self.layout))
-        self.optimizer = self.data.optimizer(AdamW(lr=0.01))
-        self.executor = build_executor(self.data, Tapes)
+        self.state = ShardedState(single_rank_parts(model, self.layout))
+        self.optimizer = self.state.optimizer(AdamW(lr=0.01))
+        self.executor = build_executor(self.state, Tapes)
         self.steps = 0
 
     def step(self, rows: int = 12, seed: int | None = None) -> StepFigures:
@@ -51,15 +51,15 @@ class Run:
         self.steps += 1
         seed = self.steps if seed is None else seed
         given: list[MicroBatch] = [from_ids(ids_of(2, rows, seed=2 * seed + i)) for i in range(2)]
-        figures = gradients(self.data, given, 16, executor=self.executor)
+        figures = gradients(self.state, given, 16, executor=self.executor)
         self.optimizer.step(scale=0.5)
-        self.data.refresh_weights()
+        self.state.refresh_weights()
         return figures
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """All that is trained, as it is."""
-        return {name: p.detach().clone() for name, p in self.data.params.items()}
+        return {name: p.detach().clone() for name, p in self.state.params.items()}
 
 
 def check(one: Run, other: Run, steps: int, rows: int = 12) -> None:
@@ -121,7 +121,7 @@ def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
     check(plain, found, 5)
     for run in (plain, found):
         name = "layers.1.attention.q.weight"
-        held = run.data.parts.model.get_parameter(name)
+        held = run.state.parts.model.get_parameter(name)
         held.data = held.data.clone() * 2
     Tapes.made = 0
     check(plain, found, 5)
@@ -130,7 +130,7 @@ def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
 
 def test_b97_memory_that_is_larger_is_not_where_it_was() -> None:
     """Pages of another shape may begin where those of the last one did."""
-    model, room_N, shapes = Run("none").data.parts.model, torch.zeros(8), recording.ShapeTracker()
+    model, room_N, shapes = Run("none").state.parts.model, torch.zeros(8), recording.ShapeTracker()
     stash = SimpleNamespace(tensors=[room_N[:4]])
     parts: Any = SimpleNamespace(model=model, offload=SimpleNamespace(stash=stash))
     assert shapes.weights_moved(parts) and not shapes.weights_moved(parts)

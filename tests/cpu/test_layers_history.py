@@ -110,13 +110,13 @@ def test_b52_a_step_that_is_given_up_leaves_no_trace_in_histories(tmp_path: Path
     with job_of(tmp_path, train=train) as job:
         job.step()
         (table,) = [p for n, p in job.model.named_parameters() if n == "embed.weight"]
-        before = [one.past_RMH.clone() for one in job.data.histories.values()]
+        before = [one.past_RMH.clone() for one in job.state.histories.values()]
         assert all((one[..., 0] > 0).any() for one in before)
         kept = table.detach().clone()
         with torch.no_grad():
             table[:, 0] = torch.inf
         assert job.step()["skipped"] == 1
-        after = [one.past_RMH for one in job.data.histories.values()]
+        after = [one.past_RMH for one in job.state.histories.values()]
         assert all(map(torch.equal, before, after))
         with torch.no_grad():
             table.copy_(kept)

@@ -90,14 +90,14 @@ def test_b60_the_bias_of_a_frozen_router_stays() -> None:
 def test_a_run_with_frozen_weights_resumes_to_the_bit_and_saves_them_once(tmp_path: Path) -> None:
     how = {"freeze": ["*.experts.*", "embed.weight"], "precision": "bf16"}
     with job_of(tmp_path, "whole", train=how | {"steps": 4}) as job:
-        begun = {name: p.clone() for name, p in job.data.params.items() if not p.requires_grad}
+        begun = {name: p.clone() for name, p in job.state.params.items() if not p.requires_grad}
         job.train()
         ended = weights(job)
-        assert all(torch.equal(begun[name], job.data.params[name]) for name in begun)
+        assert all(torch.equal(begun[name], job.state.params[name]) for name in begun)
         assert any(said.startswith("trained: ") for _, said in banner_rows(job))
         sizes = sum(p.numel() * p.element_size() for p in begun.values())
-        trained = sum(p.numel() for p in job.data.params.values() if p.requires_grad)
-        moments = 2 * 4 * trained + 8 * sum(p.requires_grad for p in job.data.params.values())
+        trained = sum(p.numel() for p in job.state.params.values() if p.requires_grad)
+        moments = 2 * 4 * trained + 8 * sum(p.requires_grad for p in job.state.params.values())
         assert state_bytes(job) == sizes + 8 * trained + moments
     stored = manifest.read(next((tmp_path / "whole").glob("step-*4"))).tensors
     assert stored["model.layers.0.moe.experts.w_in"].dtype == "BF16"
@@ -115,11 +115,11 @@ def test_a_run_with_frozen_weights_resumes_to_the_bit_and_saves_them_once(tmp_pa
 def test_a_fork_takes_weights_that_it_freezes_in_their_format(tmp_path: Path) -> None:
     with job_of(tmp_path, "first", train={"steps": 3, "precision": "bf16"}) as job:
         job.train()
-        master = job.data.params["layers.0.moe.experts.w_in"].clone()
+        master = job.state.params["layers.0.moe.experts.w_in"].clone()
     how = {"freeze": ["*.experts.*"], "precision": "bf16"}
     with job_of(tmp_path, "second", train=how) as job:
         fork(job, tmp_path / "first", weights_only=True)
-        held = job.data.params["layers.0.moe.experts.w_in"]
+        held = job.state.params["layers.0.moe.experts.w_in"]
         assert torch.equal(held, master.to(torch.bfloat16))
 
 

@@ -260,9 +260,9 @@ def test_b52_what_products_read_goes_back_with_the_weights(
         path = job.save()
         job.saver.wait()
         seen = [job.step()["lm_loss"]]
-        gradients(job.data, job.loader.load_step(2), 16)  # of a step that is given up
-        job.progress = restore(path, job.data, job.optimizer)
-        job.data.refresh_weights()
+        gradients(job.state, job.loader.load_step(2), 16)  # of a step that is given up
+        job.progress = restore(path, job.state, job.optimizer)
+        job.state.refresh_weights()
         seen.append(job.step()["lm_loss"])
     assert seen[0] == seen[1]
 

@@ -133,15 +133,15 @@ class Here:
         parts = build_parts(subject.decoder, "fp64", case.layout, world)
         initialise_model(parts.model, subject, parts.shards)
         self.batches = micro_batches(subject)[world.attention.dp :: world.folding.dp]
-        self.data = ShardedState(parts)
-        self.optimizer = self.data.optimizer(subject.optim)
+        self.state = ShardedState(parts)
+        self.optimizer = self.state.optimizer(subject.optim)
         self.clip_norm = subject.optim.clip_norm  # type: ignore[attr-defined]
 
     def step(self) -> list[float]:
         """Make a step; return its loss and norm."""
-        figures = gradients(self.data, self.batches, LOSS_CHUNK)
+        figures = gradients(self.state, self.batches, LOSS_CHUNK)
         self.optimizer.step(clip_scale(figures.grad_norm, self.clip_norm))
-        self.data.end_step()
+        self.state.end_step()
         return [figures.lm_loss, figures.grad_norm, *figures.router_terms.values()]
 
     def wait(self) -> None:
@@ -151,7 +151,7 @@ class Here:
     def save(self, folder: Path) -> Path:
         """Write a checkpoint."""
         meta = {"progress": {"step": BEFORE, "tokens": 7, "excluded": [1]}}
-        what = folder, BEFORE, assigned_state(self.data, self.optimizer), meta, SMALL_SHARDS
+        what = folder, BEFORE, assigned_state(self.state, self.optimizer), meta, SMALL_SHARDS
         if self.world.size == 1:
             return save(*what)
         ranks, lock = self.world.group("world"), FolderLock(folder, "the test")
@@ -174,7 +174,7 @@ def dump(here: Here, path: Path) -> None:
     Every rank writes what it holds; the first one puts it together, and finds that all elements
     are there and that copies agree in each bit.
     """
-    mine = [(name, held) for name, held in iter_state(here.data, here.optimizer)]
+    mine = [(name, held) for name, held in iter_state(here.state, here.optimizer)]
     tensors = {f"{i}": held.tensor.detach().clone() for i, (_, held) in enumerate(mine)}
     facts = [[name, held.shape, held.box] for name, held in mine]
     part = path.with_name(f"{path.name}.{here.world.rank}")
@@ -209,15 +209,15 @@ def assemble(parts: Sequence[Path], path: Path) -> None:
 
 def wreck(here: Here) -> None:
     """Overwrite all of the state, so that nothing in it is right by chance."""
-    for _, held in iter_state(here.data, here.optimizer):
+    for _, held in iter_state(here.state, here.optimizer):
         held.tensor.fill_(math.nan if held.tensor.is_floating_point() else 99)
-    here.data.refresh_weights()
+    here.state.refresh_weights()
 
 
 def unequal(here: Here, truth: Path) -> Iterator[str]:
     """Yield what of the state here is not, bit for bit, the truth's."""
     with safe_open(truth, "pt") as file:
-        for name, held in iter_state(here.data, here.optimizer):
+        for name, held in iter_state(here.state, here.optimizer):
             if bits(held.tensor) != bits(_cut(file, name, held.box)):
                 yield f"{name} {held.box} differs in its bits"
 
@@ -228,7 +228,7 @@ def far(here: Here, reference: Path) -> Iterator[str]:
         whole = {name: file.get_tensor(name).double() for name in file.keys()}  # noqa: SIM118
     total = math.sqrt(sum(float(t.square().sum()) for t in whole.values()))
     elements = sum(t.numel() for t in whole.values())
-    for name, held in iter_state(here.data, here.optimizer):
+    for name, held in iter_state(here.state, here.optimizer):
         mine, truth = held.tensor.double(), whole[name]
         theirs = truth[tuple(slice(*ends) for ends in held.box)]
         least = FLOOR * total * math.sqrt(truth.numel() / elements)
@@ -312,8 +312,8 @@ def load_in(task: Task, place: Place, world: World) -> list[str]:
     for source in task.sources:
         there = folder / name_of(source)
         wreck(here)
-        progress = restore(there / step_name(BEFORE), here.data, here.optimizer)
-        here.data.refresh_weights()
+        progress = restore(there / step_name(BEFORE), here.state, here.optimizer)
+        here.state.refresh_weights()
         found = list(unequal(here, there / "truth"))
         if progress != Progress(BEFORE, 7, (1,)):
             found.append(f"{progress} is not what was saved")

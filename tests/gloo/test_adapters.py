@@ -62,7 +62,7 @@ def test_b61_ranks_leave_the_same_features_out() -> None:
 def test_b61_adapters_of_experts_of_all_ranks_are_saved(quick: Path) -> None:
     def work(job: Trainer) -> None:
         job.step()
-        found = [(one.name, one.box, one.tensor.clone()) for one in job.data.weights()]
+        found = [(one.name, one.box, one.tensor.clone()) for one in job.state.weights()]
         torch.save(found, quick / f"{job.world.rank}.pt")
         job.save()
 

@@ -90,7 +90,7 @@ def state(job: Trainer) -> dict[str, torch.Tensor]:
     """Return copies of all that is here of the state; boxes of one tensor by their place."""
     return {
         json.dumps([name, held.box]): held.tensor.detach().clone()
-        for name, held in iter_state(job.data, job.optimizer)
+        for name, held in iter_state(job.state, job.optimizer)
     }
 
 

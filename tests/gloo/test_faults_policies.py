@@ -55,7 +55,7 @@ def error_of(job: Trainer, kind: type[BaseException] = NonFiniteStep) -> str:
 
 def spoil(job: Trainer) -> None:
     """Let this rank's share of the weights be no numbers."""
-    for held in job.data.weights():
+    for held in job.state.weights():
         if held.tensor.is_floating_point():
             held.tensor.detach().fill_(torch.nan)
 
@@ -70,7 +70,7 @@ def bad_steps(info: RankInfo, folder: str) -> Told:
             told["documents"] = "; ".join(sorted(named))
             if info.rank == 1:
                 spoil(job)
-            job.data.refresh_weights()
+            job.state.refresh_weights()
             told["data"] = error_of(job)
         with Trainer(run, home / "machine", world=world) as job:
             compute, calls = trainer.gradients, [0]
@@ -79,7 +79,7 @@ def bad_steps(info: RankInfo, folder: str) -> Told:
                 figures = compute(*args, **more)
                 calls[0] += 1
                 if info.rank == 1 and calls[0] == 2:
-                    grad = next(held for held in job.data.gradients() if held.tensor.numel())
+                    grad = next(held for held in job.state.gradients() if held.tensor.numel())
                     grad.tensor.view(torch.int64).reshape(-1)[0] ^= 1
                 return StepFigures(float("nan"), figures.grad_norm, {}, figures.tokens)
 

@@ -29,7 +29,7 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
     """Train a model whose selection bias moves; return this rank's state, and rows that lacked."""
     case = ProofCase("", replace(SUBJECTS["mla"], micro_batches=2), LAYOUT, 2)
     trial = RankRun(case, World.open(case.folding, "cpu", 20))
-    data, mixtures = trial.data, [one for _, one in trial.parts.model.moe_layers()]
+    data, mixtures = trial.state, [one for _, one in trial.parts.model.moe_layers()]
     lacked, real = [], limits.missing_room
 
     def missing(parts: object, overflow: list[Tensor]) -> Tensor | None:

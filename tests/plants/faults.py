@@ -14,15 +14,15 @@ PLANTS = (
         "copies in memory hold no optimizer state",
         LIVED,
         "training/trainer.py",
-        "return [part.tensor.detach() for _, part in iter_state(self.data, self.optimizer)]",
-        "return [held.tensor.detach() for held in self.data.weights()]",
+        "return [part.tensor.detach() for _, part in iter_state(self.state, self.optimizer)]",
+        "return [held.tensor.detach() for held in self.state.weights()]",
     ),
     Plant(
         "b26",
         "weights that stay whole are not brought up to date with what came from memory",
         LIVED,
         "training/trainer.py",
-        "            return False\n        self.data.refresh_weights()\n",
+        "            return False\n        self.state.refresh_weights()\n",
         "            return False\n",
     ),
     Plant(

@@ -41,8 +41,8 @@ PLANTS = (
         "first moments are left out of checkpoints",
         KEPT,
         "training/state.py",
-        "    yield from ((part.name, part) for part in data.optimizer_state(optimizer))\n",
-        "    for held in data.optimizer_state(optimizer):\n"
+        "    yield from ((part.name, part) for part in state.optimizer_state(optimizer))\n",
+        "    for held in state.optimizer_state(optimizer):\n"
         "        if not held.name.endswith('exp_avg'):\n"
         "            yield held.name, held\n",
     ),
@@ -51,8 +51,8 @@ PLANTS = (
         "the selection bias is left out of checkpoints",
         KEPT,
         "training/state.py",
-        "    yield from ((MODEL_PREFIX + part.name, part) for part in data.weights())\n",
-        "    for held in data.weights():\n"
+        "    yield from ((MODEL_PREFIX + part.name, part) for part in state.weights())\n",
+        "    for held in state.weights():\n"
         "        if 'selection_bias' not in held.name:\n"
         "            yield MODEL_PREFIX + held.name, held\n",
     ),

@@ -23,21 +23,21 @@ from moefold.parallel.pipeline.recording import (
 
 
 def build_executor(
-    data: ShardedState, record: Callable[[], GraphRecorder] | None = None
+    state: ShardedState, record: Callable[[], GraphRecorder] | None = None
 ) -> Callable[..., Any]:
     """Return the function that runs steps, with the signature of :func:`run_step`.
 
     ``layout.graphs`` selects it. ``record`` builds recorders; by default CUDA's, on CUDA devices.
     """
-    parts = data.parts
+    parts = state.parts
     if record is None and parts.world.device.type == "cuda":
         record = CudaGraphs
     if parts.layout.graphs == "none" or record is None:
         return run_step
     parts.model.recipe.in_place_copies = True
     if parts.layout.graphs == "partial":
-        return partial(run_step, graphs=PartGraphs(data, record))
-    return StepGraphs(data, record)
+        return partial(run_step, graphs=PartGraphs(state, record))
+    return StepGraphs(state, record)
 
 
 Replay = Callable[[Sequence[Flow], Factors], StepResult]
@@ -47,8 +47,8 @@ Replay = Callable[[Sequence[Flow], Factors], StepResult]
 class StepGraphs:
     """Runs steps by one graph per shape, and eagerly until it is recorded."""
 
-    def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
-        self._data = data
+    def __init__(self, state: ShardedState, record: Callable[[], GraphRecorder]) -> None:
+        self._state = state
         self._record = record
         self._shapes = ShapeTracker()
         self.recorded: dict[Hashable, Replay] = {}
@@ -63,7 +63,7 @@ class StepGraphs:
         key = tuple(keys)
         if None in key or not self._shapes.ready(key):
             return run_step(parts, flows, factors, loss)
-        for bucket in self._data.buckets:
+        for bucket in self._state.buckets:
             bucket.wait_unshard()  # started by the optimizer step, which is not in the graph
         if key not in self.recorded:
             self.recorded[key] = self._record_step(parts, flows, factors, loss)
@@ -75,7 +75,7 @@ class StepGraphs:
         # Copies, since the step's tensors are freed after it.
         own_factors = Factors(*(factor.clone() for factor in factors))
         own_flows = [static_copy(flow) for flow in flows]
-        buckets = list(self._data.buckets)
+        buckets = list(self._state.buckets)
 
         def passes() -> StepResult:
             result = run_step(parts, own_flows, own_factors, loss)
@@ -84,7 +84,7 @@ class StepGraphs:
             return result
 
         graph, result = self._record()(passes)
-        parameters = [*parts.model.parameters(), *self._data.params.values()]
+        parameters = [*parts.model.parameters(), *self._state.params.values()]
         gradients = [(p, p.grad) for p in parameters]
         sums = [(b, b.gradients, b.summed_L) for b in buckets]
 

@@ -146,7 +146,7 @@ class GraphedPart:
 class PartGraphs:
     """Pool of graphed passes through the model parts of this rank, by chunk and shape."""
 
-    def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
+    def __init__(self, state: ShardedState, record: Callable[[], GraphRecorder]) -> None:
         self._record = record
         self._shapes = ShapeTracker()
         self._keys: list[Hashable | None] = []
@@ -155,15 +155,15 @@ class PartGraphs:
         self._free: dict[Hashable, list[GraphedPass]] = defaultdict(list)
         self.passes: list[GraphedPass] = []
         """All passes with graphs: as many as were ever in flight at once."""
-        layout = data.parts.layout
+        layout = state.parts.layout
         handles = set[Tensor]()
         self._no_exchange = layout.split.ep * layout.split.etp == 1
         self._static_shapes = self._no_exchange or isinstance(layout.dispatch, FixedShape)
-        for bucket in data.buckets:
+        for bucket in state.buckets:
             bucket.keeps_gradients = True
             handles.update(bucket.handles.values())
         # Graphs add to gradients in fixed memory from the first micro-batch on, as buckets have.
-        trained = [p for p in data.parts.model.parameters() if p.requires_grad]
+        trained = [p for p in state.parts.model.parameters() if p.requires_grad]
         self._sums = {p: torch.zeros_like(p) for p in trained if p not in handles}
 
     def begin_step(self, parts: ModelParts, flows: Sequence[Flow]) -> None:

@@ -46,8 +46,8 @@ class Objective:
         """Return the number of units in a whole micro-batch on the host."""
         return batch.n_labels
 
-    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
-        """Return further inputs of the loss for a micro-batch, which become ``Flow.known``.
+    def reference(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        """Return further inputs of the loss for a micro-batch, which become ``Flow.reference``.
 
         All ranks call it before a step's first forward, so that it may run other models.
         """

@@ -77,12 +77,12 @@ class Distillation(Objective):
         layout = record.layout(job.run.layout)
         decoder = freeze(without_tuning(config.decoder), ("*",))
         precision = job.precision.precision
-        data = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
+        state = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
-            fill_from_folder(imported, data)
+            fill_from_folder(imported, state)
         for note in imported.left_out if job.world.rank == 0 else ():
             _log.warning("%s", note)
-        self.teacher = data.parts
+        self.teacher = state.parts
         return self
 
     def for_proof(self, parts: ModelParts, subject: Any) -> Objective:
@@ -93,7 +93,7 @@ class Distillation(Objective):
         self.teacher = ShardedState(teacher).parts
         return self
 
-    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+    def reference(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the teacher's output; None for held-out data, which needs none."""
         return self.teacher_output(parts, batch, flow, chunk) if flow.training else None
 
@@ -114,7 +114,7 @@ class Distillation(Objective):
         """Return the summed divergence, and its gradient."""
         t = self.record.temperature
         with unsharded_head(self.teacher):
-            compare = compare_full(flow.known, self.teacher.model.head_operand(), t, flow)
+            compare = compare_full(flow.reference, self.teacher.model.head_operand(), t, flow)
             return divergence_and_gradients(
                 x_TD, head, flow, compare=compare, temperature=t, scale=scale, chunk=chunk
             )
@@ -162,7 +162,7 @@ class TopKDistillation(Distillation):
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Return the summed divergence, and its gradient."""
-        compare = compare_top(flow.known, head)
+        compare = compare_top(flow.reference, head)
         t = self.record.temperature
         return divergence_and_gradients(
             x_TD, head, flow, compare=compare, temperature=t, scale=scale, chunk=chunk

@@ -50,7 +50,7 @@ class Preference(Objective):
         """Return the number of pairs."""
         return len(batch.lengths) // 2
 
-    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+    def reference(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the reference's log-probability of each segment [N]; on the last stage only."""
         with parts.model.recipe.without_adapters():
             reference_flow = build_flow(parts, batch, training=False, exact=True)
@@ -77,7 +77,7 @@ class Preference(Objective):
 
     def _pair_sums(self, log_N: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return sums over pairs [3], and the loss's derivative by each log-probability [N]."""
-        gain_N = log_N - flow.known
+        gain_N = log_N - flow.reference
         h = gain_N[0::2] - gain_N[1::2]
         beta = self.record.beta
         if self.record.form == "ipo":
@@ -130,7 +130,7 @@ class StoredPreference(Preference):
         self._stored = defaultdict(float)
         return self
 
-    def known(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+    def reference(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the stored log-probability of each segment [N]."""
         stored = [self._stored[digest] for digest, _ in segment_digests(batch)]
         device = parts.world.device
