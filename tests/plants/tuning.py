@@ -95,7 +95,7 @@ PLANTS = (
         "tests/gloo/test_adapters.py::test_b61_adapters_of_experts_of_all_ranks_are_saved",
         "training/state.py",
         "        if written:\n",
-        '        if written and not ("_lora_" in name and data.parts.world.experts.ep):\n',
+        '        if written and not ("_lora_" in name and state.parts.world.experts.ep):\n',
     ),
     Plant(
         "b61",
