@@ -327,7 +327,8 @@ def test_bad_examples_are_told_of_at_once_up_to_a_number(tmp_path: Path) -> None
             r"chats\.jsonl:1: .*TypeError.*\(line 2 of .*chat_template\.jinja\)",
         ),
         ("{{ persona }}", r"chats\.jsonl:1: .*needs a missing value: 'persona' is undefined"),
-        ("{{ strftime_now('%Y') }}", r"chats\.jsonl:1: .*current date"),
+        ("{{ strftime_now('%Y') }}", r"chats\.jsonl:1: .*current date.*\(line 1"),
+        ("{{ persona | tojson }}", r"chats\.jsonl:1: .*needs a missing value: 'persona' is undef"),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}",
             r"chats\.jsonl:1: .*without an answer: it has no",

@@ -1,11 +1,13 @@
 """Shapes of examples: what is read as what, and what is refused by the names that the data has."""
 
+import json
 import re
 from typing import Any
 
 import pytest
 
 from moefold.data.chats.fields import check_messages, refuse_media, refuse_unread, untrained
+from moefold.data.chats.messages import texts_of
 from moefold.data.chats.shapes import (
     Conversation,
     PlainText,
@@ -188,7 +190,11 @@ def test_b58_the_common_beginning_of_texts_is_the_prompt(
         ({"messages": said("u:1", "a:2"), "input_ids": [1]}, "has input_ids, of data that is tok"),
         ({"messages": said("s:1", "u:1", "a:2"), "system": "3"}, "a column system and another"),
         ({"messages": said("u:1", "a:2"), "system": 3}, "system must be text, but is a int"),
-        ({"messages": said("u:1", "a:2"), "tools": "[{"}, "tools are not JSON"),
+        ({"messages": said("u:1", "a:2"), "tools": "[{"}, "text that is not JSON: tools: Exp"),
+        ({"messages": said("u:1", "a:2"), "tools": {"f": 1}}, "tools must be a list of objects"),
+        ({"messages": said("u:1", "a:2"), "tools": ["[3]"]}, r"tool 0 is no object .*but \[3\]"),
+        ({"messages": said("u:1", "a:2"), "chat_template_kwargs": "[]"}, "must be an object"),
+        ({"dialog": said("u:1", "a:2")}, r'convert each row: {"messages": row\["dialog"\]}'),
         ({"instruction": "1", "output": "2", "history": [["1"]]}, "turn 0 of history is not"),
         ({"instruction": "1", "output": ""}, "output is empty"),
         ({"instruction": "1", "input": 3, "output": "2"}, "input must be text, but is a int"),
@@ -347,6 +353,53 @@ def test_any_order_of_roles_is_the_templates_business() -> None:
         check_messages(said(*turns))
     check_messages([{"role": "critic", "content": "x"}, *said("a:2", "t:3", "u:4")])
     check_messages([*said("u:1"), {"role": "assistant", "content": "", "thinking": "hm"}])
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            {"role": "tool", "content": {"t": 3}},
+            r"content of message 0 \(tool\) is an object; write",
+        ),
+        ({"role": "user", "content": 3}, r"content of message 0 \(user\) is a int"),
+        ({"role": "user", "content": None}, r"message 0 \(user\) has no content"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "only function_call: .*tool_calls"),
+        ({"role": "tool_call", "content": CALL}, "role 'tool_call'; write it as tool_calls"),
+        ({"role": "gpt", "content": "x"}, "know it as assistant: rename it"),
+    ],
+)
+def test_messages_that_cannot_be_read_say_what_to_do(message: Row, told: str) -> None:
+    with pytest.raises(BadDocument) as caught:
+        check_messages([message, *said("a:1")])
+    assert_matches(caught.value, told)
+
+
+def test_parts_that_are_no_text_say_where_their_text_belongs() -> None:
+    for kind, told in (("thinking", "reasoning_content"), ("tool_use", "tool_calls")):
+        part = {"type": kind, "text": "x"}
+        with pytest.raises(BadDocument) as caught:
+            texts_of(1, {"role": "assistant", "content": [part]})
+        assert_matches(caught.value, rf"part 0 of message 1 .*'{kind}', but only text .*{told}")
+
+
+def test_schemas_and_values_in_tables_are_objects_as_json_text() -> None:
+    row = {
+        "messages": said("u:1", "a:2"),
+        "tools": [json.dumps(TOOLS[0])],
+        "chat_template_kwargs": '{"deep": false}',
+    }
+    found, _ = read_example(row)
+    assert isinstance(found, Conversation)
+    assert found.tools == TOOLS and found.values == {"deep": False}
+
+
+def test_documents_that_a_template_reads_are_a_variable_of_it() -> None:
+    known = template_variables("{% for d in documents %}{{ d.text }}{% endfor %}{{ messages }}")
+    assert known == ("documents",)
+    with pytest.raises(BadDocument) as caught:
+        refuse_variables(["documents"], {"documents": [{"text": "a"}]}, known)
+    assert_matches(caught.value, "the template reads documents")
 
 
 def test_variables_and_values_of_a_template() -> None:

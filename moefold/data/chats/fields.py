@@ -43,10 +43,14 @@ ROLES = {
     "assistant": ASSISTANT,
     "model": ASSISTANT,
     "function_call": ASSISTANT,
+    "tool_call": ASSISTANT,
     "observation": "tool",
+    "tool_response": "tool",
     "tool": "tool",
 }
 """Roles by their names in ShareGPT's format (``from``)."""
+CALLS = ("function_call", "tool_call")
+"""ShareGPT's names of the role of an answer that is a call, as JSON text."""
 PART = ("type", "text")
 """Fields of a part of a message's content."""
 CONVERSIONS = {
@@ -114,13 +118,21 @@ def check_messages(messages: Sequence[Message]) -> None:
             )
             raise BadDocument("unknown role", detail)
         if ROLES.get(role, role) != role:
-            detail = f"message {number} has role {role!r}; templates know it as {ROLES[role]}"
-            raise BadDocument("unknown role", f"{detail}: rename it")
-        if role == ASSISTANT:
-            if not any(message.get(name) for name in ("content", "tool_calls", *REASONING)):
-                raise BadDocument("example without an answer", f"{place} is empty")
-        elif not isinstance(content, str | list):
+            remedy = f"templates know it as {ROLES[role]}: rename it"
+            if role in CALLS:
+                remedy = CONVERSIONS["function_call"]
+            raise BadDocument("unknown role", f"message {number} has role {role!r}; {remedy}")
+        answers = any(message.get(name) for name in ("content", "tool_calls", *REASONING))
+        if role == ASSISTANT and not answers:
+            other = next((name for name in CONVERSIONS if not empty(message.get(name))), None)
+            detail = f"has only {other}: {CONVERSIONS[other]}" if other else "is empty"
+            raise BadDocument("example without an answer", f"{place} {detail}")
+        if content is None and role != ASSISTANT:
             raise BadDocument("no content", f"{place} has no content")
+        if not isinstance(content, str | list | None):
+            kind = "an object" if isinstance(content, dict) else f"a {type(content).__name__}"
+            detail = f"the content of {place} is {kind}; write it as text, such as its JSON"
+            raise BadDocument("content that is no text", detail)
     if not any(message["role"] == ASSISTANT for message in messages):
         detail = f"the last message has role {messages[-1]['role']}" if messages else ""
         detail = detail or "it has no messages"

@@ -18,6 +18,15 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates know the first two."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a part of content that is text."""
+_PART_CONVERSIONS = {
+    "thinking": "write its text as reasoning_content of the message",
+    "reasoning": "write its text as reasoning_content of the message",
+    "refusal": "write it as text",
+    "tool_use": "write it as tool_calls of the message",
+    "tool_call": "write it as tool_calls of the message",
+    "tool_result": "write it as a message with role tool",
+}
+"""What to do about parts of a message's content that are not text, by their type."""
 
 
 Parts = Literal["listed", "joined", "wrapped"]
@@ -106,7 +115,8 @@ def texts_of(number: int, message: Message) -> list[str]:
             continue
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if kind not in _TEXT_PARTS:
-            detail = f"{where} has type {kind!r}; only text is trained, so remove it"
+            remedy = _PART_CONVERSIONS.get(str(kind), "remove it")
+            detail = f"{where} has type {kind!r}, but only text is read; {remedy}"
             raise BadDocument("a part that is not text", detail)
         if not isinstance(part.get("text"), str):
             raise BadDocument("a part that is not text", f"{where} has no text")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moefold.data.chats.fields import MEDIA, ONLY_TEXT, ROLES, empty, without
+from moefold.data.chats.fields import CALLS, MEDIA, ONLY_TEXT, ROLES, empty, without
 from moefold.data.chats.messages import ASSISTANT, Message
 from moefold.data.corpora.records import BadDocument
 
@@ -141,29 +141,34 @@ def _unread(row: Row, shape: ExampleShape) -> list[str]:
 def _unknown_shape(row: Row) -> str:
     """Describe which columns are needed, with the line that makes them of the row's own."""
     names = sorted(row)[:20]
+    needs = (
+        f"it has {names}, but needs messages, conversations, prompt and completion, or "
+        "instruction and output; convert each row:"
+    )
+    if whole := next((name for name in row if _is_conversation(row[name])), None):
+        return f'{needs} {{"messages": row["{whole}"]}}'
     question = next((name for name in QUESTIONS if name in row), "QUESTION")
     answer = next((name for name in ANSWERS if name in row and name != question), "ANSWER")
     user = f'{{"role": "user", "content": row["{question}"]}}'
     assistant = f'{{"role": "{ASSISTANT}", "content": row["{answer}"]}}'
-    return (
-        f"it has {names}, but needs messages, conversations, prompt and completion, or "
-        f'instruction and output; convert each row: {{"messages": [{user}, {assistant}]}}'
+    return f'{needs} {{"messages": [{user}, {assistant}]}}'
+
+
+def _is_conversation(value: Any) -> bool:
+    """Say whether a column holds messages, under whatever name."""
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(
+        isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages
     )
 
 
 def _with_common(row: Row, example: Conversation) -> Conversation:
     """Return a conversation with the columns that every shape may have."""
-    tools = row.get("tools", example.tools)
-    values = row.get("chat_template_kwargs")
+    tools = _tools(row.get("tools", example.tools))
+    values = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs")
+    if not isinstance(values, dict | None):
+        raise BadDocument("not a conversation", "chat_template_kwargs must be an object")
     system = row.get("system")
-    if isinstance(tools, str):  # tables store schemas of different shapes as text
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise BadDocument("tools are not JSON", str(error)) from error
-    if not isinstance(tools, list | None) or not isinstance(values, dict | None):
-        detail = "tools must be a list, and chat_template_kwargs an object"
-        raise BadDocument("not a conversation", detail)
     messages = example.messages
     first = example.first
     if not isinstance(system, str | None):
@@ -177,7 +182,30 @@ def _with_common(row: Row, example: Conversation) -> Conversation:
         if begin.get("role") != "system":
             messages = [{"role": "system", "content": system}, *messages]
             first += first > 0
-    return Conversation(messages, first, tools or None, values or {})
+    return Conversation(messages, first, tools, values or {})
+
+
+def _tools(given: Any) -> list[Any] | None:
+    """Return a row's tools: a list of schemas, each an object."""
+    tools = _parsed(given, "tools")
+    if not isinstance(tools, list | None):
+        raise BadDocument("not a conversation", "tools must be a list of objects")
+    schemas = [_parsed(tool, f"tool {number}") for number, tool in enumerate(tools or [])]
+    for number, schema in enumerate(schemas):
+        if not isinstance(schema, dict):
+            detail = f"tool {number} is no object with the schema of a function, but {schema!r}"
+            raise BadDocument("not a conversation", detail[:200])
+    return schemas or None
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """Return a value; tables store objects of different shapes as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise BadDocument("text that is not JSON", f"{name}: {error}") from error
 
 
 # ------------------------------------------------------------------------ messages of all shapes
@@ -215,7 +243,7 @@ def _renamed(message: Message, column: str, number: int) -> Message:
     if role is None:
         detail = f"message {number} of {column} has from: {said!r}; known: {', '.join(ROLES)}"
         raise BadDocument("unknown role", detail)
-    if said != "function_call":
+    if said not in CALLS:
         return {"role": role, "content": text} | kept
     try:
         calls = json.loads(text) if isinstance(text, str) else text

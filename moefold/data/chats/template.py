@@ -152,7 +152,11 @@ class ChatTemplate:
 
     def _strftime_now(self, form: str) -> str:
         if self._today is None:
-            raise TemplateError("it writes the current date, so prepared data changes by the day")
+            raise TemplateError(
+                "it writes the current date, so prepared data changes by the day; give the value "
+                "that it asks for instead (chat_template_kwargs), or write a date in its place in "
+                "a file of your own (data.tokenizer.template)"
+            )
         return self._today.strftime(form)
 
     def render(
@@ -315,8 +319,20 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_refuse_json,
     )
+
+
+def _refuse_json(value: Any) -> NoReturn:
+    """Raise what is wrong with a value that is no JSON."""
+    if isinstance(value, Undefined):
+        str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _raise(message: str) -> NoReturn:

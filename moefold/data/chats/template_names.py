@@ -11,7 +11,7 @@ from jinja2.parser import Parser
 
 from moefold.data.corpora.records import BadDocument
 
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception"}
+_GIVEN = {"messages", "tools", "add_generation_prompt", "raise_exception"}
 _GIVEN |= {"strftime_now", "self", "loop"}
 """Names that rendering sets itself."""
 _NOT_JSON = {"True": "true", "False": "false", "None": "null"}
