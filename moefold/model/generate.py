@@ -4,12 +4,13 @@ T rows, V vocabulary, P prompts.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.model.logits import LogitRules
+from moefold.model.truncation import Truncation
 
 NextLogits = Callable[[Sequence[Sequence[int]]], Tensor]
 """A function from the token ids of P texts to the logits [P, V] of their next tokens."""
@@ -36,6 +37,7 @@ def stream_tokens(
     top_p: float = 1.0,
     top_k: int | None = None,
     min_p: float = 0.0,
+    truncation: Truncation | None = None,
     rules: LogitRules | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = (),
@@ -52,6 +54,7 @@ def stream_tokens(
         top_p: nucleus sampling: sample from the smallest set of tokens with this probability.
         top_k: sample from the ``top_k`` likeliest tokens, and any as likely as the last of them.
         min_p: sample from tokens with at least this share of the likeliest one's probability.
+        truncation: what else decides which tokens are sampled from.
         rules: changes of the logits before a token is chosen.
         seed: seed of each prompt's generator.
         stop_ids: ids of end tokens, which finish a text and are not returned.
@@ -92,11 +95,13 @@ def stream_tokens(
                     for i, row_V in rows
                 ]
             )
-        if top_k:
-            least_P1 = logits_PV.topk(min(top_k, logits_PV.shape[1])).values[:, -1:]
-            logits_PV = logits_PV.masked_fill(logits_PV < least_P1, -torch.inf)
-        drawn_by = [generators[i] for i in active]
-        sampled = _sample(logits_PV, temperature, top_p, min_p, drawn_by)
+        if temperature == 0:
+            sampled = logits_PV.argmax(-1).tolist()
+        else:
+            candidates = candidates_of(
+                logits_PV / temperature, top_k, top_p, min_p, truncation or Truncation()
+            )
+            sampled = _sample(candidates, [generators[i] for i in active])
         new = {i: t for i, t in zip(active, sampled, strict=True) if t not in stop_ids}
         for i, token in new.items():
             texts[i].append(token)
@@ -105,26 +110,40 @@ def stream_tokens(
             yield new
 
 
-def _sample(
-    logits_PV: Tensor,
-    temperature: float,
-    top_p: float,
-    min_p: float,
-    generators: Sequence[torch.Generator],
-) -> list[int]:
-    if temperature == 0:
-        return logits_PV.argmax(-1).tolist()
-    probability_PV = (logits_PV / temperature).softmax(-1)
+class Candidates(NamedTuple):
+    """The tokens that are sampled from, by row."""
+
+    probability_PV: Tensor
+    """Not negative; the sums over V need not be 1."""
+    ids_PV: Tensor | None
+    """The tokens of these probabilities; None if they are in the order of the vocabulary."""
+
+
+def candidates_of(
+    logits_PV: Tensor, top_k: int | None, top_p: float, min_p: float, truncation: Truncation
+) -> Candidates:
+    """Return what is sampled from, given logits [P, V] that are divided by the temperature."""
+    logits_PV = truncation.first(logits_PV)
+    if top_k:
+        least_P1 = logits_PV.topk(min(top_k, logits_PV.shape[1])).values[:, -1:]
+        logits_PV = logits_PV.masked_fill(logits_PV < least_P1, -torch.inf)
+    probability_PV = logits_PV.softmax(-1)
     ids_PV = None
     if top_p < 1 or min_p > 0:
         probability_PV, ids_PV = torch.sort(probability_PV, dim=-1, descending=True, stable=True)
+        places_V = torch.arange(probability_PV.shape[1])
+        kept_P1 = count_kept(probability_PV, top_p, min_p)
+        probability_PV = probability_PV.masked_fill(places_V >= kept_P1, 0)
+    return Candidates(truncation.last(probability_PV), ids_PV)
+
+
+def _sample(candidates: Candidates, generators: Sequence[torch.Generator]) -> list[int]:
+    """Draw a token of each row."""
+    probability_PV, ids_PV = candidates
     sums_PV = probability_PV.cumsum(-1)
-    total_P1 = sums_PV[:, -1:]
-    if ids_PV is not None:
-        total_P1 = sums_PV.gather(-1, count_kept(probability_PV, top_p, min_p) - 1)
     # Uniform in (0, 1], so that a token of probability 0 is never sampled.
     uniform = [1 - torch.rand(1, generator=g, dtype=torch.float64) for g in generators]
-    index_P1 = torch.searchsorted(sums_PV, torch.stack(uniform) * total_P1)
+    index_P1 = torch.searchsorted(sums_PV, torch.stack(uniform) * sums_PV[:, -1:])
     return (index_P1 if ids_PV is None else ids_PV.gather(-1, index_P1)).flatten().tolist()
 
 

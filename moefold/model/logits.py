@@ -33,6 +33,9 @@ class LogitRules:
     """The token after a prompt of one token."""
     forced_last: tuple[int, ...] = ()
     """The tokens one of which is the last where a text reaches its maximum length."""
+    growing_end: tuple[int, float] | None = None
+    """After so many new tokens, the logits of end tokens grow: by their size times this factor to
+    the power of the further tokens, less 1."""
     suppressed: tuple[int, ...] = ()
     """Tokens that are never written."""
     suppressed_first: tuple[int, ...] = ()
@@ -68,6 +71,9 @@ class LogitRules:
             _force(changed_V, (self.forced_first,))
         if self.forced_last and new == tokens - 1:
             _force(changed_V, self.forced_last)
+        if self.growing_end is not None and new > self.growing_end[0]:
+            start, factor = self.growing_end
+            _raise(changed_V, stop_ids, factor ** (new - start) - 1)
         _forbid(changed_V, self.suppressed)
         # After a forced first token, the next one counts as the first.
         first = 1 if self.forced_first is not None and len(text) - new == 1 else 0
@@ -89,6 +95,13 @@ def _force(logits_V: Tensor, ids: Collection[int]) -> None:
     if chosen:
         logits_V.fill_(-torch.inf)
         logits_V[chosen] = 0
+
+
+def _raise(logits_V: Tensor, ids: Collection[int], by: float) -> None:
+    """Add a share of the logits' sizes to those of some tokens; -inf stays."""
+    chosen = _known(logits_V, ids)
+    found = logits_V[chosen]
+    logits_V[chosen] = torch.where(found.isfinite(), found + found.abs() * by, found)
 
 
 def _penalise(logits_V: Tensor, text: Sequence[int], penalty: float) -> None:

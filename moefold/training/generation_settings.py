@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 from moefold.data.config import DataError
 from moefold.data.folder.files import GENERATION_CONFIG
 from moefold.model.logits import LogitRules
+from moefold.model.truncation import Truncation
 
 TEMPERATURE = 0.8
 TOP_P = 0.95
+TRUNCATIONS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Fields of ``Truncation``, which have the same names in ``generation_config.json``."""
 HOW_TO_SAMPLE = ("temperature", "top_k", "top_p", "min_p")
 _THEIRS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 _OURS = {"temperature": TEMPERATURE, "top_k": None, "top_p": TOP_P, "min_p": 0.0}
@@ -27,6 +30,7 @@ RULES = {
     "min_new_tokens": "min_new_tokens",
     "forced_bos_token_id": "forced_first",
     "forced_eos_token_id": "forced_last",
+    "exponential_decay_length_penalty": "growing_end",
     "suppress_tokens": "suppressed",
     "begin_suppress_tokens": "suppressed_first",
 }
@@ -112,17 +116,22 @@ def generation_settings(
     options["top_k"] = options["top_k"] or None
     if rules != LogitRules():
         options["rules"] = rules
+    truncation = Truncation(**{n: float(stored[n]) for n in TRUNCATIONS if n in stored})
+    if truncation != Truncation():
+        options["truncation"] = truncation
     flags = overrides.keys() & {n for n, value in overrides.items() if value is not None}
-    names = [*HOW_TO_SAMPLE, *RULES, *OTHERS]
+    names = [*HOW_TO_SAMPLE, *TRUNCATIONS, *RULES, *OTHERS]
     if options["temperature"] == 0:
-        names = [n for n in names if n not in HOW_TO_SAMPLE]  # greedy
-    obeyed = {n: stored[n] for n in names if n in stored and n not in flags}
+        names = [n for n in names if n not in (*HOW_TO_SAMPLE, *TRUNCATIONS)]  # greedy
+    names = [n for n in names if n in stored and n not in flags]
+    obeyed = {n: stored[n] for n in names if NEUTRAL.get(n) != stored[n]}
     left_out = {n: v for n, v in stored.items() if _is_left_out(n, v)}
     return Settings(options, stored.get("max_new_tokens"), obeyed, left_out)
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    if name in (*HOW_TO_SAMPLE, *RULES, *OTHERS, *UNIMPORTANT) or name.startswith(("_", "output_")):
+    known = (*HOW_TO_SAMPLE, *TRUNCATIONS, *RULES, *OTHERS, *UNIMPORTANT)
+    if name in known or name.startswith(("_", "output_")):
         return False
     return not (value is False or value in ([], {}) or NEUTRAL.get(name) == value)
 
@@ -139,6 +148,8 @@ def _rules(stored: Mapping[str, Any], stop_ids: Collection[int]) -> LogitRules:
         # As in transformers: that a text ends is not forbidden here.
         words = (tuple(word) for word in values["bad_words"])
         values["bad_words"] = tuple(w for w in words if w not in {(i,) for i in stop_ids})
+    if "growing_end" in values:
+        values["growing_end"] = tuple(values["growing_end"])
     if "biases" in values:
         values["biases"] = tuple((tuple(ids), float(bias)) for ids, bias in values["biases"])
     return LogitRules(**values)
@@ -163,6 +174,11 @@ def _are_words(value: Any) -> bool:
     return isinstance(value, list) and all(_are_ids(word) and word for word in value)
 
 
+def _is_decay(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2
+    return pair and _is_id(value[0]) and _is_number(value[1]) and value[1] > 0
+
+
 def _are_biases(value: Any) -> bool:
     if not isinstance(value, list):
         return False
@@ -176,6 +192,11 @@ _FORMS = {
     "top_k": ("a whole number of at least 0", _is_id),
     "top_p": ("above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
     "min_p": ("at least 0 and at most 1", lambda v: _is_number(v) and 0 <= v <= 1),
+    "top_h": ("above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
+    "typical_p": ("above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
+    "epsilon_cutoff": ("at least 0 and below 1", lambda v: _is_number(v) and 0 <= v < 1),
+    "eta_cutoff": ("at least 0 and below 1", lambda v: _is_number(v) and 0 <= v < 1),
+    "exponential_decay_length_penalty": ("[a whole number, a number above 0]", _is_decay),
     "max_new_tokens": ("a whole number of at least 1", lambda v: _is_id(v) and v > 0),
     "repetition_penalty": ("a number above 0", lambda v: _is_number(v) and v > 0),
     "no_repeat_ngram_size": ("a whole number of at least 0", _is_id),

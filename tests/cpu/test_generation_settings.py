@@ -13,8 +13,9 @@ from torch import Tensor
 from moefold.cli.main import main
 from moefold.data.config import DataError
 from moefold.data.tokenizer import from_path
-from moefold.model.generate import count_kept, stream_tokens
+from moefold.model.generate import candidates_of, stream_tokens
 from moefold.model.logits import LogitRules
+from moefold.model.truncation import Truncation
 from moefold.training.generation_settings import TEMPERATURE, TOP_P, generation_settings
 from moefold.training.text_generator import TextGenerator
 from tests.chats import bpe, write_chat_folder
@@ -51,14 +52,13 @@ def ours(config: dict[str, Any], texts: list[list[int]], prompt: int, logits: Te
     changed = torch.stack([rules.apply(r, t, len(t) - prompt, TOKENS, [END]) for t, r in rows])
     if options["temperature"] == 0:
         return changed
-    if options["top_k"]:
-        least = changed.topk(min(options["top_k"], VOCAB)).values[:, -1:]
-        changed = changed.masked_fill(changed < least, -torch.inf)
-    changed = changed / options["temperature"]
-    sorted_, ids = changed.sort(descending=True, stable=True)
-    kept = count_kept(sorted_.softmax(-1), options["top_p"], options["min_p"])
-    sorted_ = sorted_.masked_fill(torch.arange(VOCAB) >= kept, -torch.inf)
-    return torch.empty_like(changed).scatter(1, ids, sorted_)
+    how = [options[name] for name in ("top_k", "top_p", "min_p")]
+    truncation = options.get("truncation", Truncation())
+    probability, ids = candidates_of(changed / options["temperature"], *how, truncation)
+    probability = (
+        probability if ids is None else torch.zeros_like(changed).scatter(1, ids, probability)
+    )
+    return probability.log()
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -71,6 +71,19 @@ CONFIGS: list[dict[str, Any]] = [
     {"do_sample": False, "begin_suppress_tokens": [2, 4]},
     {"do_sample": False, "bad_words_ids": [[5], [1, 2], [0, 1, 4], [END]]},
     {"do_sample": False, "sequence_bias": [[[6], 2.5], [[1, 2], -4.0]]},
+    {"do_sample": False, "exponential_decay_length_penalty": [2, 1.5]},
+    {"do_sample": True, "top_h": 0.4, "temperature": 1.5, "top_k": 0},
+    {"do_sample": True, "typical_p": 0.5, "temperature": 0.8},
+    {"do_sample": True, "epsilon_cutoff": 0.08},
+    {"do_sample": True, "eta_cutoff": 0.3, "top_k": 0},
+    {
+        "do_sample": True,
+        "top_h": 0.9,
+        "top_p": 0.9,
+        "typical_p": 0.8,
+        "epsilon_cutoff": 0.02,
+        "eta_cutoff": 0.1,
+    },
     {"do_sample": False, "min_length": 7},
     {"do_sample": False, "min_new_tokens": 3},
     {"do_sample": False, "forced_bos_token_id": 9, "begin_suppress_tokens": [9, 1]},
@@ -176,6 +189,10 @@ def test_settings_are_said_and_those_left_out_named() -> None:
         ("temperature", float("nan")),
         ("top_p", 0),
         ("top_k", -1),
+        ("top_h", 0),
+        ("typical_p", 1.5),
+        ("eta_cutoff", 1),
+        ("exponential_decay_length_penalty", [3, -1.0]),
         ("top_k", 2.5),
         ("min_p", 1.5),
         ("do_sample", "yes"),

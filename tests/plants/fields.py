@@ -65,6 +65,22 @@ PLANTS = (
     ),
     Plant(
         "b59",
+        "the logits of end tokens below zero fall where they should grow",
+        SETTINGS + "test_b59_distributions_are_those_of_transformers",
+        "model/logits.py",
+        "found + found.abs() * by",
+        "found + found * by",
+    ),
+    Plant(
+        "b59",
+        "a cutoff rises with the entropy",
+        SETTINGS + "test_b59_distributions_are_those_of_transformers",
+        "model/truncation.py",
+        "(-_entropy(probability_PV)).exp()",
+        "_entropy(probability_PV).exp()",
+    ),
+    Plant(
+        "b59",
         "least shares of the likeliest token are ignored",
         SETTINGS + "test_b59_distributions_are_those_of_transformers",
         "model/generate.py",
