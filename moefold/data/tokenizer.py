@@ -237,6 +237,12 @@ class Tokenizer:
         found = [(len(t.content), i) for i, t in added.items() if text.startswith(t.content)]
         return max(found, default=(0, None))[1]
 
+    def special_ids_in(self, text: str) -> list[int]:
+        """Return the ids of the special tokens in a text, in their order."""
+        ((ids_N, _),) = self.encode_chats([text])
+        added = self._backend.get_added_tokens_decoder()
+        return [i for i in ids_N.tolist() if i in added and added[i].special]
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of token ids; special tokens are included only if ``special``."""
         with _library_errors(self.source):

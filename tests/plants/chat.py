@@ -34,6 +34,14 @@ PLANTS = (
         "end = first + int(found[-1]) if len(found) else end",
     ),
     Plant(
+        "call",
+        "a call ends where a part of it is closed",
+        "tests/pure/test_data_ends.py::test_a_call_may_end_with_a_token_of_its_own",
+        "data/chats/answer_end.py",
+        "[end, closing[-1]]",
+        "[end, closing[0]]",
+    ),
+    Plant(
         "hides",
         "reasoning that is in no text is no loss",
         ANSWERS + "test_a_short_word_elsewhere_hides_no_loss",

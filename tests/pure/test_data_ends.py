@@ -151,6 +151,33 @@ def test_the_token_that_ends_answers_is_what_the_template_writes_after_one(
     assert answer_ends(found) == ([] if wanted is None else [wanted])
 
 
+CALLS = (
+    "{% for m in messages %}{{ m.role }}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "<|pad|>{{ c.function.arguments | tojson }}CLOSE{% endfor %}AFTER"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("close", "after", "ends"),
+    [
+        ("", "<|call|>", ["<|im_end|>", "<|call|>"]),
+        ("<|pad|>", " <|call|>\n", ["<|im_end|>", "<|call|>"]),
+        ("<|pad|>", "<|im_end|>\n", ["<|im_end|>"]),
+        ("", "", ["<|im_end|>"]),
+    ],
+)
+def test_a_call_may_end_with_a_token_of_its_own(
+    tmp_path: Path, close: str, after: str, ends: list[str]
+) -> None:
+    text = CALLS.replace("CLOSE", close).replace("AFTER", after)
+    tokens = ("<|endoftext|>", "<|im_start|>", "<|pad|>", "<|call|>", "<|im_end|>")
+    found = from_path(str(write_chat_folder(tmp_path, text, tokens)))
+    inner = tokenizers.Tokenizer.from_str(found.text)
+    wanted = [inner.token_to_id(end) for end in ends]
+    assert answer_ends(found) == wanted
+
+
 def labels(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     """Return the text of a conversation's labels."""
     shape = ChatTemplate(tokenizer.files["chat_template.jinja"], {})
