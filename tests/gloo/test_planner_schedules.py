@@ -305,6 +305,7 @@ def check(asked: Sequence[Asked]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "kind"), SCHEDULES)
 def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -> None:
     """Activations, operands of products that wait for W, messages between stages.

@@ -3,6 +3,8 @@
 ``moefold verify --matrix precisions optimizers`` has every kind in every layout that is open to it.
 """
 
+import pytest
+
 from moefold.proof.case import ProofCase
 from moefold.proof.matrix import matrix
 from moefold.proof.verify import prove
@@ -21,6 +23,7 @@ def chosen(*words: str) -> list[ProofCase]:
     return found
 
 
+@pytest.mark.slow
 def test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes() -> None:
     """Latents of tensor ranks' own rows, backward in halves and again; experts whose rows come
     from ranks that hold pieces of several micro-batches, with weights that come from others; and

@@ -35,8 +35,11 @@ def run(kind: str, pads: int, experts: str) -> dict[str, Tensor]:
     return found | {"load": counters.load_E, "sent": counters.sent_E}
 
 
-@pytest.mark.parametrize("pads", (0, 3))
-@pytest.mark.parametrize("kind", MIXTURES)
+CASES = [("dropless", 0), *zip(MIXTURES, (3, 0, 3, 3), strict=True)]
+"""Each kind of mixture, some of them with rows behind the last document."""
+
+
+@pytest.mark.parametrize(("kind", "pads"), CASES)
 def test_b44_a_mixture_is_the_same_through_kernels_and_without(
     kind: str, pads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
