@@ -40,15 +40,16 @@ def draw(draws: random.Random, kind: str, theirs: Any) -> dict[str, str]:
     question = start + words(draws, 3) + draws.choice(["", inside, " "]) + words(draws, 2)
     question += draws.choice(["", " ", "\n", ":"])
 
-    def answer() -> str:
-        said = draws.choice(["", " ", "\n"]) + words(draws, 3)
+    def answer(first: str = "") -> str:
+        said = draws.choice(["", " ", "\n"]) + first + words(draws, 3)
         return said + draws.choice(["", " ", inside, end, f"{end}\n"])
 
     if kind == "text":
         return {"text": question + answer()}
     if kind == "completion":
         return {"prompt": question, "completion": answer()}
-    sides = {"chosen": answer(), "rejected": answer() + words(draws, 1)}
+    # Neither begins with the other, which would leave it without an answer.
+    sides = {"chosen": answer("yes "), "rejected": answer("no ")}
     if kind == "pair":
         return {"prompt": question, **sides}
     return {name: question + side for name, side in sides.items()}
