@@ -2,6 +2,8 @@
 
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -9,12 +11,20 @@ from threading import Timer
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moefold.comm import store as stores
 from moefold.comm.collectives import sum_
 from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch
-from moefold.comm.rendezvous import PrefixStore, TCPStore, connect, serve, serve_in_subprocess
+from moefold.comm.rendezvous import (
+    Meeting,
+    PrefixStore,
+    TCPStore,
+    connect,
+    serve,
+    serve_in_subprocess,
+)
 from moefold.comm.store import SecretRefused, SecretStore, StoreServer, pack, unpack
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
@@ -158,3 +168,18 @@ def test_a_wait_ends_when_another_connection_sets_the_key() -> None:
 def test_a_message_whose_lengths_do_not_add_up_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"length|longer"):
         unpack(body)
+
+
+def test_a_rank_does_not_meet_those_of_an_earlier_start() -> None:
+    """A store that outlives the ranks holds the whole round before."""
+    store, rounds = dist.HashStore(), list[str]()
+    leader, follower = (RankInfo(rank, 2, rank, "127.0.0.1", 0) for rank in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            early = threads.submit(Meeting(store, follower, TIME_OUT_S).hold, None)
+            time.sleep(0.1)
+            assert not early.done()
+            leading = threads.submit(Meeting(store, leader, TIME_OUT_S).hold, None)
+            assert early.result() == leading.result()
+            rounds.append(early.result()[0])
+    assert rounds[0] != rounds[1]

@@ -6,9 +6,26 @@ LIVED = (
     "tests/gloo/test_faults_recover.py::"
     "test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample"
 )
+EARLIER = "tests/gloo/test_comm_store.py::test_a_rank_does_not_meet_those_of_an_earlier_start"
 ON_DISKS = "tests/gloo/test_checkpoint_local.py::"
 
 PLANTS = (
+    Plant(
+        "earlier",
+        "a rank takes the ranks of an earlier start for those of its own",
+        EARLIER,
+        "comm/rendezvous.py",
+        'if self._has(f"{round_}/all") and self._is_listed(round_):',
+        'if self._has(f"{round_}/all"):',
+    ),
+    Plant(
+        "earlier",
+        "every meeting has the same number",
+        EARLIER,
+        "comm/rendezvous.py",
+        "self._own = secrets.token_hex(8)",
+        "self._own = f'{info.rank}'",
+    ),
     Plant(
         "b26",
         "copies in memory hold no optimizer state",
