@@ -7,10 +7,14 @@ done once.
 
     python bench/rounds.py --trials 12 --save
     python bench/rounds.py --trials 12 --secret --save
+    python bench/rounds.py --table
+
+The last prints what is stored as the table of docs/launch.md.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import secrets
@@ -29,6 +33,8 @@ from moefold.comm.environment import SECRET
 from moefold.training.run_folder import History
 
 RESULTS = Path(__file__).parent / "results"
+STORED = {False: RESULTS / "rounds.json", True: RESULTS / "rounds_secret.json"}
+"""By whether ranks share a secret."""
 LIMIT_S = 60.0
 SCENARIOS: dict[str, tuple[tuple[int, ...], ...]] = {
     "a worker of the first agent": ((0,),),
@@ -62,7 +68,11 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--secret", action="store_true", help=f"the ranks share {SECRET}")
     parser.add_argument("--save", action="store_true", help=f"write a file in {RESULTS}")
+    parser.add_argument("--table", action="store_true", help="print what is stored")
     args = parser.parse_args()
+    if args.table:
+        print(table())
+        return 0
     found = []
     for number in range(args.trials):
         name = list(SCENARIOS)[number % len(SCENARIOS)]
@@ -71,9 +81,25 @@ def main() -> int:
         print(json.dumps(found[-1]), flush=True)
     if args.save:
         kept = {"limit_s": LIMIT_S, "secret": args.secret, "trials": found}
-        name = "rounds_secret.json" if args.secret else "rounds.json"
-        (RESULTS / name).write_text(json.dumps(kept, indent=1) + "\n")
+        STORED[args.secret].write_text(json.dumps(kept, indent=1) + "\n")
     return 0 if all(one["as_it_should"] for one in found) else 1
+
+
+def table() -> str:
+    """Return a table in Markdown of the stored trials, by scenario."""
+    lines = [
+        "| killed | restarts counted by the agents | seconds, most | as it should |",
+        "|---|---|---|---|",
+    ]
+    trials = [one for path in STORED.values() for one in json.loads(path.read_text())["trials"]]
+    for scenario in SCENARIOS:
+        found = [one for one in trials if one["scenario"] == scenario]
+        meetings = [each for one in found for each in one["meetings"]]
+        counts = dict.fromkeys("{} and {}".format(*each["counts"]) for each in meetings)
+        most = max(each["seconds"] or math.inf for each in meetings)
+        right = f"{sum(one['as_it_should'] for one in found)} of {len(found)}"
+        lines.append(f"| {scenario} | {', '.join(counts)} | {most} | {right} |")
+    return "\n".join(lines)
 
 
 def trial(folder: Path, scenario: str, has_secret: bool = False) -> dict[str, Any]:

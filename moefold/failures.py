@@ -13,6 +13,9 @@ from typing import ClassVar
 GIB = 2**30
 WORKING_BYTES = 320 * 2**20
 """Address space that a run takes for threads and libraries, besides the memory that is planned."""
+COMMAND_BYTES = 150 * 2**20
+"""Address space that importing a command takes, with NumPy, of which OpenBLAS would end the
+process in words of its own; measured on two cores, and a little more on many."""
 IMPORT_BYTES = 700 * 2**20
 """Address space that importing PyTorch for CPUs takes."""
 SIZE = re.compile(r"(?:tried to allocate|allocate) (\d+(?:\.\d+)? ?\w+)")

@@ -26,7 +26,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import moefold
-from moefold.failures import Failure, OutOfMemory, describe_shortage, is_out_of_memory
+from moefold.failures import (
+    COMMAND_BYTES,
+    Failure,
+    OutOfMemory,
+    describe_shortage,
+    is_out_of_memory,
+    require_address_space,
+)
 
 WRONG_INPUT = 2
 BROKEN_PIPE = 141
@@ -228,6 +235,8 @@ def build_parser(requested: str | None) -> tuple[argparse.ArgumentParser, Module
     command = None
     for name, file in files.items():
         if name == requested:
+            if "numpy" not in sys.modules:
+                require_address_space(COMMAND_BYTES, f"moefold {name}")
             command = import_module(f"{__package__}.{file.stem}")
             about = (command.__doc__ or "").partition("\n")[2]
             command.add(subparsers.add_parser(name, description=about))

@@ -261,9 +261,10 @@ class SecretStore(Store):
             raise SecretRefused(f"what answers at {where} does not know this rank's secret")
 
     def __del__(self) -> None:
-        """Close the connection."""
-        with suppress(AttributeError):
-            self._socket.close()
+        """Close the connection; at the interpreter's end too, when this module's names are gone."""
+        connection = getattr(self, "_socket", None)
+        if connection is not None:
+            connection.close()
 
     def clone(self) -> "SecretStore":
         """Return another connection."""
