@@ -36,6 +36,9 @@ RESULTS = Path(__file__).parent / "results"
 STORED = {False: RESULTS / "rounds.json", True: RESULTS / "rounds_secret.json"}
 """By whether ranks share a secret."""
 LIMIT_S = 60.0
+"""Most seconds from a kill to the next start."""
+PATIENCE_S = 600.0
+"""Most seconds of what is not measured: the first start, and steps up to a checkpoint."""
 SCENARIOS: dict[str, tuple[tuple[int, ...], ...]] = {
     "a worker of the first agent": ((0,),),
     "a worker of the second agent": ((1,),),
@@ -118,12 +121,12 @@ def trial(folder: Path, scenario: str, has_secret: bool = False) -> dict[str, An
     agents.append(start_agent(folder, out, port, secret))
     meetings = []
     try:
-        if wait_for_start(out, 1, 2 * LIMIT_S):
+        if wait_for_start(out, 1, PATIENCE_S):
             for number, victims in enumerate(SCENARIOS[scenario]):
                 meetings.append(meeting_after(out, number, agents, victims))
                 if meetings[-1]["seconds"] is None:
                     break
-            wait_for_checkpoint(out, len(meetings), LIMIT_S)
+            wait_for_checkpoint(out, len(meetings), PATIENCE_S)
     finally:
         end(agents)
     steps = [line["step"] for line in History.read(out).lines]
@@ -145,7 +148,7 @@ def meeting_after(
     out: Path, number: int, agents: Sequence["subprocess.Popen[bytes]"], victims: Sequence[int]
 ) -> dict[str, Any]:
     """Kill the workers of some agents after a checkpoint, and wait until all ranks meet again."""
-    wait_for_checkpoint(out, number, LIMIT_S)
+    wait_for_checkpoint(out, number, PATIENCE_S)
     began = time.monotonic()
     for worker in [pid for agent in victims for pid in workers_of(agents[agent].pid)]:
         with suppress(ProcessLookupError):
