@@ -56,16 +56,9 @@ class StepLines:
         end = 0
         self.newest = {"step": -1}
         if self.path.exists():
-            for line, start, stop in _line_spans(self.path):
-                number = line["step"]
-                last = self.newest["step"]
-                if number > step:
+            for line, _, stop in _line_spans(self.path):
+                if line["step"] > step:
                     break
-                if number <= last:
-                    raise ValueError(
-                        f"{self.path}: step {number} at byte {start} follows step {last}; "
-                        "move the file away or repair it"
-                    )
                 end = stop
                 self.newest = line
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
@@ -108,8 +101,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line_spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield (object, first byte, byte after the last) of each complete line."""
+    """Yield (object, first byte, byte after the last) of each complete line.
+
+    Raises:
+        ValueError: for a line without a step, or one that does not follow the step before it.
+    """
     start = 0
+    last: int | None = None
     with path_in_errors(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -122,6 +120,13 @@ def _line_spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
                     f"{path}, line {number}: not a JSON object with a step; "
                     "move the file away or repair it"
                 ) from error
+            step = line_object["step"]
+            if last is not None and step <= last:
+                raise ValueError(
+                    f"{path}: step {step} at byte {start} follows step {last}; "
+                    "move the file away or repair it"
+                )
+            last = step
             yield line_object, start, start + len(line)
             start += len(line)
 

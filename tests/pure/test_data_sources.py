@@ -176,6 +176,15 @@ def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read(Parquet(files=(str(file),)))
 
 
+def test_columns_of_one_name_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table([["a"], [1], [2], ["b"]], ["text", "n", "n", "body"]), file)
+    assert [text for _, text in read(Parquet(files=(str(file),)))[0]] == ["a"]
+    pq.write_table(pa.table([["a"], ["b"]], ["text", "text"]), file)
+    with pytest.raises(DataError, match=r"a\.parquet: has 2 columns named 'text'; rename all but"):
+        read(Parquet(files=(str(file),)))
+
+
 def test_the_standard_library_is_a_corpus() -> None:
     source = build(PythonStdlib())
     names = [str(f) for f in source.files()]

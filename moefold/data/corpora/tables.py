@@ -4,6 +4,7 @@ A folder of ``save_to_disk`` holds the files that its ``state.json`` names, in t
 Arrow files in it, such as ``cache-*.arrow``, are left out and named.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -122,9 +123,9 @@ def open_table(path: Path, columns: Sequence[str] | None = None) -> Iterator[Ope
     try:
         with path.open("rb") as file:
             if kind is PARQUET:
-                yield _open_parquet(file, columns)
+                yield _with_names_once(_open_parquet(file, columns), path, columns)
             elif (kind and kind.is_table) or path.suffix == ".arrow":
-                yield _open_arrow(arrow, file, columns)
+                yield _with_names_once(_open_arrow(arrow, file, columns), path, columns)
             elif path.suffix == ".parquet":
                 raise DataError(f"{path}: cannot be read as Parquet: it is {name}; get a new copy")
             else:
@@ -135,6 +136,14 @@ def open_table(path: Path, columns: Sequence[str] | None = None) -> Iterator[Ope
     except (arrow.ArrowException, OSError) as error:
         what = "Arrow" if path.suffix == ".arrow" else "Parquet"
         raise DataError(f"{path}: cannot be read as {what}: {error}; get a new copy") from error
+
+
+def _with_names_once(table: OpenTable, path: Path, columns: Sequence[str] | None) -> OpenTable:
+    """Return a table unless several of its columns that are read have one name."""
+    for name, count in Counter(table.schema.names).items():
+        if count > 1 and (columns is None or name in columns):
+            raise DataError(f"{path}: has {count} columns named {name!r}; rename all but one")
+    return table
 
 
 def _open_parquet(file: Any, columns: Sequence[str] | None) -> OpenTable:
