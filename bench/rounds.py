@@ -94,7 +94,8 @@ def table() -> str:
         "| killed | restarts counted by the agents | seconds, most | as it should |",
         "|---|---|---|---|",
     ]
-    trials = [one for path in STORED.values() for one in json.loads(path.read_text())["trials"]]
+    stored = [json.loads(path.read_text()) for path in STORED.values() if path.exists()]
+    trials = [one for each in stored for one in each["trials"]]
     for scenario in SCENARIOS:
         found = [one for one in trials if one["scenario"] == scenario]
         meetings = [each for one in found for each in one["meetings"]]

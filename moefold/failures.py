@@ -4,6 +4,7 @@ The command line prints them as one sentence and exits with their status. Standa
 """
 
 import errno
+import math
 import mmap
 import re
 import resource
@@ -89,6 +90,12 @@ def describe_host_memory() -> str:
         total = machine["MemTotal"] / GIB
         parts.append(f"{free:.2f} of the machine's {total:.2f} GiB are available")
     return ", ".join(parts) or "its memory is unknown"
+
+
+def host_capacity() -> float:
+    """Return the bytes of this machine's memory and swap; infinite where they are unknown."""
+    machine = _read_fields("/proc/meminfo")
+    return machine["MemTotal"] + machine.get("SwapTotal", 0) if "MemTotal" in machine else math.inf
 
 
 def _read_fields(path: str) -> dict[str, int]:

@@ -5,10 +5,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
+from socket import gethostname
 
 import torch
 
 from moefold.comm.agree import run_on_first
+from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.failures import (
     GIB,
@@ -16,6 +18,7 @@ from moefold.failures import (
     OutOfMemory,
     describe_host_memory,
     describe_shortage,
+    host_capacity,
     is_out_of_memory,
     require_address_space,
 )
@@ -26,6 +29,12 @@ from moefold.planner.recompute import FALLBACK_DEVICE
 from moefold.planner.task import resolve_memory_policy, task_from_run, with_memory_policy
 from moefold.run import Run
 from moefold.training.machine import HOST_BYTES
+
+ADVICE = (
+    "Split the model over more ranks, lower train.micro_batch or data.seq, or recompute more "
+    "(layout.recompute); `moefold plan` compares such layouts"
+)
+"""What lowers the memory that a rank takes."""
 
 
 def resolve_recompute(run: Run, world: World) -> Run:
@@ -82,11 +91,8 @@ def explaining_oom(run: Run, world: World) -> Iterator[None]:
         # What the failed call holds is freed, so that there is memory to plan with.
         traceback.clear_frames(error.__traceback__)
         text = f"rank {world.rank} has no memory left: {_describe(error, world)}"
-        advice = (
-            "Split the model over more ranks, lower train.micro_batch or data.seq, or recompute "
-        )
-        advice += "more (layout.recompute); `moefold plan` compares such layouts"
-        raise OutOfMemory(f"{text}\nplanned: {_planned_memory(run, world)}\n{advice}") from error
+        planned = _planned_memory(run, world)
+        raise OutOfMemory(f"{text}\nplanned: {planned}\n{ADVICE}") from error
 
 
 def _describe(error: Exception, world: World) -> str:
@@ -126,14 +132,25 @@ def _plan(run: Run, world: World) -> StageMemory:
 
 
 def require_host_memory(run: Run, world: World) -> None:
-    """Check that this rank may map what its run is planned to take, where that is limited.
+    """Check that ranks on a CPU find the memory that they are planned to take.
+
+    All ranks of a machine share its memory and swap, and a process may be allowed to map less.
 
     Raises:
-        OutOfMemory: if it may not.
+        OutOfMemory: if there is less.
     """
     planned_bytes = 0
     if world.device.type == "cpu":
         with suppress(ValueError):
             planned_bytes = int(_plan(run, world).total)
+        machine = gethostname()
+        by_rank = gather_objects([machine, planned_bytes], world.on_host)
+        here = [size for name, size in by_rank if name == machine]
+        if sum(here) > host_capacity():
+            ranks = "1 rank is" if len(here) == 1 else f"{len(here)} ranks are"
+            raise OutOfMemory(
+                f"{ranks} planned to take {sum(here) / GIB:.2f} GiB on {machine}, which has "
+                f"{host_capacity() / GIB:.2f} GiB of memory and swap. {ADVICE}"
+            )
     purpose = f"rank {world.rank} of this run ({planned_bytes / GIB:.2f} GiB are planned)"
     require_address_space(planned_bytes + WORKING_BYTES, purpose)

@@ -65,6 +65,18 @@ def test_a_limit_below_the_plan_is_told_before_anything_is_allocated(
         job_of(tmp_path)
 
 
+def test_a_plan_beyond_the_machine_is_refused_with_both_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "prepare", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(memory, "host_capacity", lambda: 2**10)
+    said = (
+        r"1 rank is planned to take 0.0\d GiB on .*, which has 0.00 GiB of memory and swap. Split"
+    )
+    with pytest.raises(OutOfMemory, match=said):
+        job_of(tmp_path)
+
+
 def test_no_memory_to_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "build_parts", refuse)
     with pytest.raises(OutOfMemory, match="rank 0 has no memory left"):
