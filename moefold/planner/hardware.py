@@ -254,7 +254,7 @@ class Machine:
                 for name, value in values.items()
                 if not 0 <= value < math.inf or (name in divisors and not value)
             ]
-        except (ValueError, AttributeError, KeyError, TypeError):
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             text = f"{file} is not a valid machine file: run `moefold bench` again"
             raise ValueError(text) from None
         for name in invalid:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -418,6 +419,22 @@ def test_variables_and_values_of_a_template() -> None:
     with pytest.raises(BadDocument) as caught:
         refuse_variables(["id", "mood"], {"id": 3, "mood": "glad"}, known)
     assert_matches(caught.value, r'reads mood, .*"chat_template_kwargs": {"mood": \.\.\.}')
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 10**9 }}{{ a }}",
+        "{{ 'x' | center(10**9) }}{{ a }}",
+        "{% autoescape 'x' * 10**9 %}{{ a }}{% endautoescape %}",
+        "{% set b = 'x' * 10**9 %}{{ a ~ b }}",
+    ],
+)
+def test_names_are_found_without_the_values_of_constants(template: str) -> None:
+    """Jinja would compute them, in gigabytes, in a process that has no limit."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert template_variables(template) == ("a",)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
 def test_values_on_a_command_line_are_json_or_words() -> None:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import rounds
 
 from moefold.cli.main import command_files
 
@@ -85,3 +86,7 @@ def test_the_reading_list_is_as_long_as_it_says(page: Path) -> None:
     assert said is not None
     lines = sum(len(file.read_text().splitlines()) for file in reading_list(page))
     assert abs(lines - int(said[1].replace(",", ""))) <= 100
+
+
+def test_the_table_of_torchruns_agents_is_that_of_the_stored_trials() -> None:
+    assert rounds.table() in (ROOT / "docs" / "launch.md").read_text()

@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.meta import TrackingCodeGenerator
 from jinja2.parser import Parser
 
 from moefold.data.corpora.records import BadDocument
@@ -32,6 +33,31 @@ _ENVIRONMENT = Environment(extensions=[_MarkedBlock, LoopControlExtension], auto
 """Parses templates and never renders one."""
 
 
+class _NameFinder(TrackingCodeGenerator):
+    """Collects the names that a template reads, and computes none of its constants.
+
+    Jinja computes constant expressions when it generates code: ``'x' * 10**9`` takes gigabytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_ENVIRONMENT)
+        self.optimizer = None
+
+    def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+        raise nodes.Impossible
+
+    def visit_EvalContextModifier(self, node: Any, frame: Any) -> None:
+        """Take the value of ``{% autoescape %}`` for one that is known only in rendering."""
+        frame.eval_ctx.volatile = True
+
+
+def _undeclared(text: str) -> set[str]:
+    """Return the names that a template reads and does not set."""
+    finder = _NameFinder()
+    finder.visit(_ENVIRONMENT.parse(text))
+    return finder.undeclared_identifiers
+
+
 @lru_cache(maxsize=8)
 def template_variables(text: str) -> tuple[str, ...]:
     """Return the variables that a template reads and that users can set, sorted.
@@ -39,7 +65,7 @@ def template_variables(text: str) -> tuple[str, ...]:
     Special tokens such as ``bos_token`` are not among them. Empty for a template that is malformed.
     """
     try:
-        names = meta.find_undeclared_variables(_ENVIRONMENT.parse(text))
+        names = _undeclared(text)
     except (TemplateError, RecursionError, MemoryError):
         return ()  # compiling it says where the mistake is
     names -= _GIVEN | set(_ENVIRONMENT.globals)
