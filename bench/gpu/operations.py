@@ -79,7 +79,7 @@ class Sizes:
 
     def __init__(self, bench: Bench) -> None:
         size = bench.size
-        self.T, self.D, self.F = size(8192, 24), size(2048, 32), size(768, 16)
+        self.T, self.D, self.F = size(8192, 12), size(2048, 32), size(768, 16)
         self.E, self.K, self.V = size(128, 8), size(8, 2), size(151936, 96)
         self.H, self.G, self.d = size(32, 4), size(4, 2), size(128, 8)
         self.R = self.T * self.K
