@@ -22,7 +22,7 @@ from moefold.convert.source import (
     Weights,
     nonfinite,
 )
-from moefold.data.folder.files import OTHER_FORMS, TOKENIZER, TOKENIZER_CONFIG, read_sidecars
+from moefold.data.folder.files import TOKENIZER, TOKENIZER_CONFIG, read_sidecars, unread_notes
 from moefold.data.folder.tokens import assemble
 from moefold.files import read_json
 from moefold.kernels.quantise.elements import E8M0, decode_e2m1, unpack
@@ -320,8 +320,7 @@ def _tokenizer_notes(folder: Path) -> Iterator[str]:
     if config.is_file() and "auto_map" in read_json(config, limit=CONFIG_LIMIT):
         yield f"auto_map in {config.name} refers to Python code in the folder, which is never run"
     yield from assemble(read_json(file), read_sidecars(folder), str(folder)).notes
-    if unread := [name for name in OTHER_FORMS if (folder / name).is_file()]:
-        yield f"files that are not read beside {TOKENIZER} are left out: {', '.join(unread)}"
+    yield from unread_notes(folder)
 
 
 def _ignored_notes(plan: ImportPlan) -> Iterator[str]:

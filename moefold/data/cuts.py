@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moefold.data.folder.classes import LETTERS, LETTERS_AND_MARKS, qwen_words
+from moefold.data.folder.mistral import WORDS
 from moefold.data.foreign_tokenizers import PATTERNS
 
 Content = Mapping[str, Any]
@@ -35,16 +36,11 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _GPT2 = PATTERNS["r50k"][0]
 DIVIDING: Mapping[str, str] = {
     **{expression: _LINES_OF_SIGNS for expression, _ in PATTERNS.values()},
     **dict.fromkeys((qwen_words(LETTERS), qwen_words(LETTERS_AND_MARKS)), _LINES_OF_SIGNS),
-    **dict.fromkeys((_DEEPSEEK, _TEKKEN), _LINES_OF_SIGNS),
+    **dict.fromkeys((_DEEPSEEK, WORDS), _LINES_OF_SIGNS),
     _GPT2: _LINES,
 }
 """Where texts can be cut, by the expression of the pre-tokenizer."""

@@ -67,6 +67,21 @@ def iter_samples(path: Path, member: str) -> Iterator[TarSample]:
             raise DataError(f"{path}: {reason}; write the tar again") from error
 
 
+def tar_objects(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the ``json`` member of each sample of a tar.
+
+    Raises:
+        DataError: as :func:`iter_samples`, or if a sample has no such member.
+    """
+    for sample in iter_samples(path, "json"):
+        if sample.content is None:
+            raise DataError(
+                f"{sample.name}: has no member 'json', but {sample.members[:20]}; write each "
+                "conversation as KEY.json, or unpack the tar and name the files in it"
+            )
+        yield sample.name, sample.content
+
+
 def _chain(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield first
     yield from rest

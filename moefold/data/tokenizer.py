@@ -33,7 +33,7 @@ from moefold.data.config import (
     tokenizer_file,
 )
 from moefold.data.cuts import divide, find_places
-from moefold.data.folder.files import TEMPLATE_FILE, TOKENIZER_CONFIG, read_sidecars
+from moefold.data.folder.files import TEMPLATE_FILE, TOKENIZER_CONFIG, read_sidecars, unread_notes
 from moefold.data.folder.post_processor import added_around, around_texts
 from moefold.data.folder.tokens import assemble, is_byte_level, token_text
 from moefold.data.tokenizer_files import TokenizerFiles
@@ -384,7 +384,7 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
     known = Tokenizer(text, end, start, source=str(file), files=files)
     template_file = TEMPLATE_FILE if TEMPLATE_FILE in files else TOKENIZER_CONFIG
     known.template_source = str(file.with_name(template_file))
-    known.notes = found.notes
+    known.notes = (*found.notes, *unread_notes(file.parent))
     return known
 
 

@@ -32,6 +32,8 @@ STORED_CARD = "base_card"
 """Key, in an imported checkpoint's meta, of the folder's own card."""
 _HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)$")
 """Folder of a model in the cache of the Hub's client, which has its name."""
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's ``--max-lora-rank`` (0.26, ``vllm/config/lora.py``)."""
 
 
 def read_base_card(folder: Path) -> str | None:
@@ -185,7 +187,7 @@ def _serving(stored: StoredModel, adapter: bool, base: str | None) -> list[str]:
             "## Use", "", "```python", "from peft import AutoPeftModelForCausalLM",
             f'model = AutoPeftModelForCausalLM.from_pretrained("{where}")', "```", "",
             "```sh",
-            f"vllm serve BASE --enable-lora --max-lora-rank {max(ranks, default=16)} "
+            f"vllm serve BASE --enable-lora --max-lora-rank {_vllm_rank(max(ranks, default=16))} "
             f"--lora-modules tuned={where}",
             f"python -m sglang.launch_server --model-path BASE --lora-paths tuned={where}",
             "```", "",
@@ -205,6 +207,11 @@ def _serving(stored: StoredModel, adapter: bool, base: str | None) -> list[str]:
         "was trained anew is refused as not recognised; one whose rules are taken for others "
         "gives other tokens. Compare `llama-tokenize` with `AutoTokenizer` before use.", "",
     ]  # fmt: skip
+
+
+def _vllm_rank(rank: int) -> int:
+    """Return the lowest rank that vLLM's option takes and that is not below ``rank``."""
+    return min((each for each in _VLLM_RANKS if each >= rank), default=rank)
 
 
 def _rank(stored: StoredModel, name: str) -> int:

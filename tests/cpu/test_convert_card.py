@@ -110,7 +110,7 @@ def test_a_card_of_adapters_names_their_rank(tmp_path: Path) -> None:
     metadata, text = card_of(tmp_path / "alone")
     assert metadata["library_name"] == "peft" and "lora" in metadata["tags"]
     assert "base_model" not in metadata  # a folder of this machine is no name on the Hub
-    assert "Low-rank adapters of `base`" in text and "--max-lora-rank 3 " in text
+    assert "Low-rank adapters of `base`" in text and "--max-lora-rank 8 " in text
     assert not (tmp_path / "alone" / "README.base.md").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from moefold.config.slot import build
-from moefold.data.config import DataError, WebDataset
+from moefold.data.config import Chat, DataError, WebDataset
 from moefold.data.corpora.sources import Skipped
 
 wds = pytest.importorskip("webdataset")
@@ -140,3 +140,22 @@ def test_b48_samples_without_text_are_refused_by_key(tmp_path: Path) -> None:
     file.write_bytes(b"no tar, but text " * 99)
     with pytest.raises(DataError, match=r"a\.tar: is text, not a tar"):
         read(file)
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_b48_conversations_are_the_json_members(tmp_path: Path, name: str) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"é {i}"}]} for i in range(3)]
+    members = [(f"{i}.json", json.dumps(row).encode()) for i, row in enumerate(rows)]
+    content = tar_of([*members, ("2.jpg", b"\xff\xd8")])
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    found = list(build(Chat(files=(str(file),))).examples(Skipped()))
+    assert found == [(f"{file.as_posix()}:{i}", row) for i, row in enumerate(rows)]
+
+
+def test_b48_samples_without_a_conversation_are_refused_by_key(tmp_path: Path) -> None:
+    file = tmp_path / "a.tar"
+    file.write_bytes(tar_of([("1.json", b"{}"), ("2.txt", b"two")]))
+    said = r"a\.tar:2: has no member 'json', but \['txt'\]; write each conversation as KEY\.json"
+    with pytest.raises(DataError, match=said):
+        list(build(Chat(files=(str(file),))).examples(Skipped()))

@@ -16,7 +16,7 @@ from moefold.data.chats.renderer import Renderer
 from moefold.data.config import DataError
 from moefold.data.tokenizer import Tokenizer, from_path
 from tests.chats import conversation, words
-from tests.tokenizer_folders import FOLDERS
+from tests.tokenizer_folders import END_OF_TEXT, FOLDERS, byte_level, special, write
 
 HARD = [
     "",
@@ -290,3 +290,65 @@ def test_templates_in_files_precede_those_of_the_configuration(tmp_path: Path, c
     assert ours.files.chat_template(tools) == theirs.get_chat_template(
         tools=[{}] if tools else None
     )
+
+
+OF_MODEL = {"think": "<think>", "tool": {"__type": "AddedToken", **special("<tool>")}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_specific_special_tokens": OF_MODEL},
+        {"model_specific_special_tokens": OF_MODEL, "image_token": "<image>"},
+    ],
+    ids=["alone", "beside another"],
+)
+def test_b72_named_tokens_of_release_5_are_recognised(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write(tmp_path, byte_level(), eos_token=END_OF_TEXT, **fields)
+    ours, theirs = from_path(str(folder)), AutoTokenizer.from_pretrained(folder)
+    text = "a <think> b <tool><image>"
+    assert ours.encode_prompt(text) == theirs(text)["input_ids"]
+    assert ours.notes == ()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with more tokens than transformers asks of Mistral's."""
+    folder = write(tmp_path_factory.mktemp("large"), byte_level(), eos_token=END_OF_TEXT)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab |= {f"\ue000{number}": number for number in range(len(vocab), 100_010)}
+    file.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fix", "model", "noted"),
+    [
+        (None, {"model_type": "mistral"}, True),
+        (True, {"model_type": "mistral", "transformers_version": "4.57.3"}, False),
+        (True, {"model_type": "mistral", "transformers_version": "5.1.0"}, False),
+    ],
+    ids=["as it is", "corrected", "right"],
+)
+def test_b72_words_of_mistral_are_those_of_transformers(
+    fix: bool | None, model: dict[str, str], noted: bool, large: Path
+) -> None:
+    fields = {"eos_token": END_OF_TEXT, "fix_mistral_regex": fix}
+    given = {name: value for name, value in fields.items() if value is not None}
+    (large / "tokenizer_config.json").write_text(json.dumps(given))
+    (large / "config.json").write_text(json.dumps(model))
+    ours, theirs = from_path(str(large)), AutoTokenizer.from_pretrained(large)
+    text = "CamelCase don't 1234  x\n\n HELLOworld"
+    assert ours.encode_prompt(text) == theirs(text)["input_ids"]
+    assert any("fix_mistral_regex" in note for note in ours.notes) == noted
+
+
+def test_b72_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+    files = {"tokenizer.model": "x", "vocab.json": "{}"}
+    folder = write(tmp_path, byte_level(), eos_token=END_OF_TEXT, files=files)
+    (note,) = from_path(str(folder)).notes
+    assert "left out: vocab.json, tokenizer.model" in note

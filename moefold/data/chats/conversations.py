@@ -36,9 +36,11 @@ from moefold.data.chats.template_names import CommonValues, check_values, templa
 from moefold.data.config import Chat, DataError, Preferences
 from moefold.data.corpora.records import BadDocument, iter_objects, parse_json_object
 from moefold.data.corpora.sources import Encoded, FileReader, Skipped
+from moefold.data.corpora.streams import holds_tar
 from moefold.data.corpora.table_rows import row_decoder
 from moefold.data.corpora.tables import is_table, open_table
 from moefold.data.packing import REJECTED
+from moefold.data.shards import require_webdataset, tar_objects
 from moefold.data.tokenizer import Tokenizer
 
 BATCH = 512
@@ -83,8 +85,11 @@ class ConversationReader(FileReader):
         self._long = record.long
         self._values = CommonValues()
         self._ignored = frozenset(record.ignore)
+        # Optional dependencies: fail before reading.
         if any(is_table(file) for file in self.files()):
-            import_module("pyarrow.parquet")  # an optional dependency: fail before reading
+            import_module("pyarrow.parquet")
+        if any(holds_tar(file) for file in self.files()):
+            require_webdataset()
 
     def template_values(self) -> list[dict[str, Any]]:
         """Return the values that all rendered conversations have in common."""
@@ -96,7 +101,8 @@ class ConversationReader(FileReader):
             if is_table(path):
                 yield from self._table_rows(path, columns, skipped)
                 continue
-            for name, line in iter_objects(path):
+            objects = tar_objects(path) if holds_tar(path) else iter_objects(path)
+            for name, line in objects:
                 try:
                     yield name, parse_json_object(line)
                 except BadDocument as error:

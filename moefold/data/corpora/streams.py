@@ -32,6 +32,10 @@ TAR = "tar"
 _NO_TEXT = "convert it to text, JSON lines or Parquet"
 
 
+class OtherKind(DataError):
+    """A file that is not a tar, where one was expected."""
+
+
 class Kind(NamedTuple):
     """A kind of file, and what to do where text was expected."""
 
@@ -195,7 +199,7 @@ def open_stream(path: Path, tar: bool = False) -> Iterator[io.BufferedReader]:
             if inside:
                 raise DataError(f"{path}: is compressed twice; decompress it once, with {packing}")
             if tar and not is_tar(kind) and kind is not _ZEROS:
-                raise DataError(f"{path}: is {kind.name if kind else 'text'}, not a tar")
+                raise OtherKind(f"{path}: is {kind.name if kind else 'text'}, not a tar")
             if kind and not tar:
                 what = f"{kind.name} in {packing}" if packing else kind.name
                 raise DataError(f"{path}: is {what}, not text; {kind.remedy}")
@@ -211,6 +215,15 @@ def open_stream(path: Path, tar: bool = False) -> Iterator[io.BufferedReader]:
         if "too much memory" not in str(error):
             problem = f"is damaged: {error}; get a new copy"
         raise DataError(f"{path}: {problem}") from error
+
+
+def holds_tar(path: Path) -> bool:
+    """Return whether a file is a tar, compressed or not; raise ``DataError`` if it is damaged."""
+    try:
+        with open_stream(path, tar=True):
+            return True
+    except OtherKind:
+        return False
 
 
 def _check_packing(path: Path) -> str | None:

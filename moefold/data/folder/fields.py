@@ -5,6 +5,7 @@ from typing import Any
 
 from moefold.data.errors import DataError
 from moefold.data.folder.files import TOKENIZER, TOKENIZER_CONFIG
+from moefold.data.folder.mistral import FIX
 from moefold.data.folder.post_processor import added_around
 
 _READ: dict[str, tuple[type, ...]] = {
@@ -17,8 +18,10 @@ _READ: dict[str, tuple[type, ...]] = {
     "clean_up_tokenization_spaces": (bool,),
     "do_lower_case": (bool,),
     "extra_special_tokens": (list, dict),
+    FIX: (bool,),
     "legacy": (bool,),
     "model_max_length": (int, float),
+    "model_specific_special_tokens": (dict,),
     "split_special_tokens": (bool,),
     "strip_accents": (bool,),
     "tokenize_chinese_chars": (bool,),
@@ -56,7 +59,11 @@ def check_fields(config: Mapping[str, Any], file: str) -> None:
         if not number.isdecimal():
             raise DataError(f"{file}: added_tokens_decoder has the id {number!r}; name a number")
         _check_token(token, f"{file}: added_tokens_decoder {number}")
-    for name in ("extra_special_tokens", "additional_special_tokens"):
+    for name in (
+        "extra_special_tokens",
+        "additional_special_tokens",
+        "model_specific_special_tokens",
+    ):
         listed = config.get(name) or []
         for token in listed.values() if isinstance(listed, dict) else listed:
             _check_token(token, f"{file}: {name}")
@@ -76,7 +83,9 @@ def _check_token(value: object, where: str, allow_none: bool = False) -> None:
 
 def field_notes(config: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
     """Return notes on fields that are left out, or that ``tokenizer.json`` decides otherwise."""
-    known = {*_READ, *_NO_EFFECT, _FILES}
+    # Release 5 writes each of these tokens a second time, as a field of its name.
+    written_twice = config.get("model_specific_special_tokens") or {}
+    known = {*_READ, *_NO_EFFECT, _FILES, *written_twice}
     unknown = [name for name in config if name not in known and not name.endswith("_token")]
     notes = []
     if unknown:

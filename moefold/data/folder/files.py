@@ -28,7 +28,7 @@ SIDECAR_FILES = (
 """Files next to a ``tokenizer.json`` that import and export keep with it."""
 MAX_BYTES = 4 * 2**20
 
-OTHER_FORMS = (
+_OTHER_FORMS = (
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -69,3 +69,10 @@ def read_sidecars(folder: Path) -> dict[str, str]:
         with path_in_errors(path, DataError):
             files[name] = path.read_text(encoding="utf-8-sig")
     return files
+
+
+def unread_notes(folder: Path) -> list[str]:
+    """Return a note on files that ``transformers`` does not read beside a ``tokenizer.json``."""
+    unread = [name for name in _OTHER_FORMS if (folder / name).is_file()]
+    named = ", ".join(unread)
+    return [f"files that are not read beside {TOKENIZER} are left out: {named}"] if unread else []

@@ -34,6 +34,7 @@ from moefold.data.folder.files import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
+from moefold.data.folder.mistral import correct_words
 from moefold.data.folder.post_processor import around_texts
 
 NAMED = (
@@ -46,6 +47,8 @@ NAMED = (
     "mask_token",
 )
 """Names of special tokens in all tokenizers."""
+OF_MODEL = "model_specific_special_tokens"
+"""Field with named special tokens, which is not read beside others of that kind."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _PLAIN = dict.fromkeys(_FLAGS, False)
 BYTE_LEVEL = "byte_level"
@@ -91,6 +94,8 @@ def assemble(content: Content, files: Mapping[str, str], folder: str) -> FolderT
         _check_ids(said, table, folder)
         assembled = _assembled(content, table, rebuilt, said)
         notes = field_notes(config, assembled)
+        corrected, more = correct_words(assembled, config, _object(files, CONFIG))
+        notes += more
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -98,13 +103,13 @@ def assemble(content: Content, files: Mapping[str, str], folder: str) -> FolderT
             f"{folder}/{TOKENIZER}: model.vocab, added_tokens or post_processor is missing or "
             "malformed"
         ) from error
-    changed = rebuilt is not None or table.changed
+    changed = rebuilt is not None or table.changed or corrected is not assembled
     if name != GENERAL:
         notes.append(
             f"tokenizer_class {name} replaces normalizer, pre_tokenizer and decoder of "
             f"{TOKENIZER}, as in transformers"
         )
-    return FolderTokens(assembled, changed and assembled != content, said.named, tuple(notes))
+    return FolderTokens(corrected, changed and corrected != content, said.named, tuple(notes))
 
 
 def named_tokens(files: Mapping[str, str]) -> dict[str, str]:
@@ -138,6 +143,10 @@ class _Said:
         settings = dict(config)
         if settings.get("additional_special_tokens") and not settings.get("extra_special_tokens"):
             settings["extra_special_tokens"] = settings["additional_special_tokens"]
+        if any(_is_token_of_model(name, value) for name, value in config.items()) or isinstance(
+            config.get("extra_special_tokens"), Mapping
+        ):
+            settings.pop(OF_MODEL, None)
         self.listed: list[tuple[int, Token, str]] = []
         """Id, token and file of the tokens that are listed with their ids."""
         own = content.get("added_tokens") or []
@@ -167,9 +176,9 @@ class _Said:
         by_id = {number: token for number, token, _ in self.listed}
         by_id |= {token["id"]: without_id(token) for token in self.from_file}
         listed = [by_id[number] for number in sorted(by_id)]
-        found = [token for token in listed if token not in table.added.values()]
-        known = {token["content"] for token in table.added.values()}
-        known |= {token["content"] for token in found}
+        present = {token["content"]: token for token in table.added.values()}
+        found = [token for token in listed if token != present.get(token["content"])]
+        known = present.keys() | {token["content"] for token in found}
         for token in (*self._tokens.values(), *self.extra):
             if token["content"] not in known:
                 found.append(token)
@@ -202,16 +211,20 @@ def _merge_special_tokens_map(settings: dict[str, Any], stored: Mapping[str, Any
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Token]:
     """Return special tokens by name, those of all tokenizers first."""
-    extra = settings.get("extra_special_tokens")
-    more = {key: value for key, value in settings.items() if key.endswith("_token")}
-    more = {key: value for key, value in more.items() if key not in NAMED}
-    more |= extra if isinstance(extra, Mapping) else {}
+    more = {key: value for key, value in settings.items() if _is_token_of_model(key, value)}
+    for given in (settings.get("extra_special_tokens"), settings.get(OF_MODEL)):
+        more |= given if isinstance(given, Mapping) else {}
     values = {key: settings.get(key) for key in NAMED} | more
     return {
         key: read_token(value, True)
         for key, value in values.items()
         if isinstance(value, str | Mapping)
     }
+
+
+def _is_token_of_model(name: str, value: object) -> bool:
+    """Return whether a field names a special token that not all tokenizers have."""
+    return name.endswith("_token") and name not in NAMED and isinstance(value, str | Mapping)
 
 
 def _texts_of(settings: Mapping[str, Any]) -> set[str]:

@@ -14,14 +14,10 @@ MXFP8_BLOCK = (1, 32)
 _BNB_SETTINGS = ("bnb_4bit_", "llm_int8_")
 """Prefixes of settings of bitsandbytes, which say nothing unless weights are loaded by it."""
 _LOAD = 'python -c "from transformers import AutoModelForCausalLM as M{imports}; {lines}"'
-_BNB = (
-    "m = M.from_pretrained('FOLDER').dequantize(); m.config.quantization_config = None; "
-    "m.save_pretrained('NEW')"
-)
+_BNB = "M.from_pretrained('FOLDER').dequantize().save_pretrained('NEW')"
 _COMPRESSED = (
-    "m = M.from_pretrained('FOLDER', dtype='bfloat16', "
-    "quantization_config=C(run_compressed=False)); "
-    "m.hf_quantizer = None; del m.config.quantization_config; m.save_pretrained('NEW')"
+    "M.from_pretrained('FOLDER', dtype='bfloat16', quantization_config=C(dequantize=True))"
+    ".save_pretrained('NEW')"
 )
 CONVERSIONS: Mapping[str, str] = {
     "bitsandbytes": _LOAD.format(imports="", lines=_BNB),
