@@ -127,6 +127,12 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
         "is a git LFS pointer, not text; fetch its content with: git lfs pull",
     ),
+    "a dictionary": (
+        zstandard.ZstdCompressor(
+            dict_data=zstandard.train_dictionary(512, [b'{"text": "%d"}' % i for i in range(999)])
+        ).compress(b'{"text": "7"}\n'),
+        "is compressed with a dictionary, which it does not contain; decompress it with: zstd",
+    ),
     "a large window": (
         zstd(b"text", 28),
         "its window is too large: compress it again without",
@@ -172,6 +178,17 @@ def test_b45_a_bad_array_is_refused_by_item(tmp_path: Path, case: str) -> None:
     with pytest.raises(DataError, match=said):
         read(Jsonl(files=(str(tmp_path / "a.json"),)))
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(("name", "sep"), [("a.csv", ""), ("a.tsv", r", sep='\\t'")])
+def test_b45_a_table_of_text_is_refused_with_what_converts_it(
+    tmp_path: Path, name: str, sep: str
+) -> None:
+    (tmp_path / name).write_text("id,text\n1,one\n")
+    with pytest.raises(DataError, match=rf"not JSON; .*Dataset\.from_csv\('{name}'{sep}\)\.to_par"):
+        read(Jsonl(files=(str(tmp_path / name),)))
+    (tmp_path / name).write_text('{"text": "one"}\n')
+    assert read(Jsonl(files=(str(tmp_path / name),)))[0] == ["one"]
 
 
 def test_b45_a_malformed_item_is_found_without_reading_on(tmp_path: Path) -> None:

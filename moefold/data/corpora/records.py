@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,6 +11,7 @@ from moefold.data.config import DataError
 from moefold.data.corpora.streams import MAX_DOCUMENT, READ_BYTES, check_size, open_stream
 
 _BOM = b"\xef\xbb\xbf"
+_TABLE_NAME = re.compile(r"\.[ct]sv(\.\w+)?$")
 _SPACE = " \t\r\n"
 _SCANNER = json.JSONDecoder()
 _MARGIN = 16
@@ -28,6 +30,8 @@ def iter_objects(path: Path) -> Iterator[tuple[str, bytes]]:
     """
     with open_stream(path) as file:
         head = file.peek(64)[:64].removeprefix(_BOM).lstrip()
+        if head and head[:1] not in b"[{" and _TABLE_NAME.search(path.name):
+            raise _table_error(path)
         if head.startswith(b"[") and ".jsonl" not in path.suffixes:
             yield from _Array(path, file).items()
             return
@@ -38,6 +42,16 @@ def iter_objects(path: Path) -> Iterator[tuple[str, bytes]]:
             check_size(f"{name}:{number}", len(line), "divide the line, or leave it out")
             if line.strip():
                 yield f"{name}:{number}", line
+
+
+def _table_error(path: Path) -> DataError:
+    """Return the error for a table of text."""
+    sep = ", sep='\\t'" if ".tsv" in path.suffixes else ""
+    convert = f"Dataset.from_csv('{path.name}'{sep}).to_parquet('NEW.parquet')"
+    return DataError(
+        f"{path}: is a table of text, not JSON; convert it, and read the result as Parquet: "
+        f'python -c "from datasets import Dataset; {convert}"'
+    )
 
 
 class _Array:

@@ -211,10 +211,19 @@ def open_stream(path: Path, tar: bool = False) -> Iterator[io.BufferedReader]:
     except Exception as error:
         if type(error).__name__ != "ZstdError":
             raise
-        problem = "its window is too large: compress it again without --long or --ultra"
-        if "too much memory" not in str(error):
-            problem = f"is damaged: {error}; get a new copy"
-        raise DataError(f"{path}: {problem}") from error
+        raise DataError(f"{path}: {_zstd_problem(str(error))}") from error
+
+
+def _zstd_problem(error: str) -> str:
+    """Return what is wrong with a file, and what to do, by the library's error."""
+    if "too much memory" in error:
+        return "its window is too large: compress it again without --long or --ultra"
+    if "ictionary" in error:
+        return (
+            "is compressed with a dictionary, which it does not contain; decompress it with: "
+            "zstd -d -D DICTIONARY FILE"
+        )
+    return f"is damaged: {error}; get a new copy"
 
 
 def holds_tar(path: Path) -> bool:
