@@ -1,16 +1,23 @@
 """File access with the path in every error, and atomic writes. Standard library only."""
 
 import errno
+import fcntl
 import json
 import math
 import os
 import resource
+import shutil
+import socket
 import stat
+import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+UNSYNCED = frozenset({errno.EINVAL, errno.ENOTSUP})
+"""Errors of network file systems that do not sync folders."""
 SPARE_HANDLES = 256
 """Files besides those of data that a process has open: modules, logs, sockets, checkpoints."""
 
@@ -194,6 +201,77 @@ def folder_for(path: Path) -> Iterator[None]:
     except BaseException:
         remove_empty_folders(new)
         raise
+
+
+@contextmanager
+def draft_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
+    """Create a folder in ``parent`` for the context; remove it at the end unless it was renamed.
+
+    Drafts of killed processes of this machine are removed too: each process holds the lock of its
+    own, which the kernel releases with the process. Where folders cannot be locked, drafts stay.
+
+    Args:
+        parent: an existing folder.
+        prefix: begins the names of drafts for one purpose, and of nothing else in ``parent``.
+        mode: permissions, which the process's mask limits.
+    """
+    prefix = f"{prefix}{socket.gethostname()}-"
+    for stale in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+        with suppress(OSError):
+            handle = _lock_folder(stale)
+            shutil.rmtree(stale, ignore_errors=True)
+            os.close(handle)
+    draft, handle = _locked_draft(parent, prefix, mode)
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def scratch_folder(purpose: str) -> AbstractContextManager[Path]:
+    """Return a :func:`draft_folder` among the system's temporary files, for this user only."""
+    return draft_folder(Path(tempfile.gettempdir()), f"moefold-{purpose}-", 0o700)
+
+
+def sync_folder(path: Path) -> None:
+    """Return once the folder's entries are on the medium."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in UNSYNCED:
+            raise
+    finally:
+        os.close(fd)
+
+
+def _locked_draft(parent: Path, prefix: str, mode: int) -> tuple[Path, int | None]:
+    """Create a folder and lock it; return it and its descriptor, None if it cannot be locked."""
+    while True:
+        draft = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
+        draft.mkdir(mode)
+        try:
+            handle = _lock_folder(draft)
+        except (FileNotFoundError, BlockingIOError):
+            continue  # another process took it for one that was left, and removes it
+        except OSError:
+            return draft, None
+        if draft.exists():
+            return draft, handle
+        os.close(handle)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Lock a folder and return its descriptor; ``OSError`` if another process holds the lock."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def try_output(path: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from moefold.files import sync_folder
+
 Result = TypeVar("Result")
 Warn = Callable[[str], None]
 """Receives one warning."""
@@ -20,7 +22,6 @@ Warn = Callable[[str], None]
 OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 TRANSIENT = OUT_OF_SPACE | {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT}
 """Error codes of storage after which a retry may succeed."""
-UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
 class Disk:
@@ -53,14 +54,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Return once the folder's entries are on the medium."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:  # some network file systems lack the call
-                raise
-        finally:
-            os.close(fd)
+        sync_folder(path)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename atomically, replacing a file at ``target``."""

@@ -8,7 +8,6 @@ import argparse
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import find_newest
 from moefold.cli._common import add_json, progress_bars
 from moefold.data.prepare import prepare
-from moefold.files import unused_folder
+from moefold.files import scratch_folder, unused_folder
 from moefold.run import Run, load_run_with_origins
 from moefold.training.formatting import clock, count, step_time
 from moefold.training.report import BASELINES, summary
@@ -126,8 +125,8 @@ def measure_step_s(run: Run, cache: Path) -> float:
     from moefold.training.trainer import Trainer
 
     with (
-        tempfile.TemporaryDirectory(prefix="moefold-demo-") as scratch,
-        Trainer(run, Path(scratch) / "run", cache=cache) as job,
+        scratch_folder("demo") as scratch,
+        Trainer(run, scratch / "run", cache=cache) as job,
     ):
         for _ in range(WARM_UP_STEPS):
             job.step()

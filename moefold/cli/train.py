@@ -14,7 +14,6 @@ exit status:
 import argparse
 import os
 import sys
-import tempfile
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from moefold.comm.fork_server import fork_server
 from moefold.config.load import load
 from moefold.config.slot import modules_to_preload
 from moefold.failures import IMPORT_BYTES, WORKING_BYTES, require_address_space
-from moefold.files import remove_empty_folders, unused_folder
+from moefold.files import remove_empty_folders, scratch_folder, unused_folder
 from moefold.layers.config import Auto
 from moefold.offload.disk import DiskFile
 from moefold.run import Run, load_run, require_fit
@@ -238,10 +237,10 @@ def _dry_run(
     from moefold.comm.agree import broadcast_from_first
     from moefold.training.banner import banner_facts, banner_panel
 
-    with tempfile.TemporaryDirectory(prefix="moefold-dry-run-") as own:
-        scratch = Path(own)
+    with scratch_folder("dry-run") as own:
+        scratch = own
         if world is not None:  # One folder for all ranks of a machine.
-            shared = Path(broadcast_from_first(own, world.on_host))
+            shared = Path(broadcast_from_first(str(own), world.on_host))
             scratch = shared if shared.is_dir() else scratch
         run = _with_disk_folder(run, str(scratch))
         with open_job(run, folder, console, world=world, scratch=scratch) as job:

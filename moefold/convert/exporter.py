@@ -1,8 +1,6 @@
 """Export to a Hugging Face folder, with one tensor in memory at a time."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +17,7 @@ from moefold.convert.source import INDEX, ConvertError
 from moefold.data.folder.files import GENERATION_CONFIG, read_sidecars
 from moefold.data.folder.tokens import assemble
 from moefold.data.tokenizer import Tokenizer
-from moefold.files import write_json
+from moefold.files import draft_folder, write_json
 from moefold.model.config import Decoder
 from moefold.model.families.hub import SPECIAL, export_notes
 from moefold.model.families.names import Layout
@@ -114,16 +112,11 @@ def require_new_folder(folder: Path) -> None:
 def staging_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``folder`` if no exception is raised."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staged = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    staged.mkdir()
-    try:
+    with draft_folder(folder.parent, f"{folder.name}.tmp-") as staged:
         yield staged
         if folder.exists():
             folder.rmdir()
         staged.rename(folder)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 def _write_weights(folder: Path, files: Sequence[Sequence[NamedSlice]]) -> None:

@@ -5,7 +5,6 @@ files of another program takes the time of one pass over them; later starts read
 """
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -90,7 +89,8 @@ class StoredFacts:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Processes that write it at once write the same bytes, and readers check their number.
+    draft = path.with_name(f".{path.name}.part")
     try:
         draft.write_bytes(data)
         draft.replace(path)

@@ -4,14 +4,11 @@ Results are in ``folder/<key>``: a hash of everything they depend on, which is r
 plug-ins, tokenizer, and files' paths, sizes and times. A folder under its final name is complete.
 """
 
-import fcntl
 import json
-import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -37,7 +34,15 @@ from moefold.data.index import (
 )
 from moefold.data.packing import MaskedCorpus
 from moefold.data.tokenizer import Tokenizer, load
-from moefold.files import folder_for, path_in_errors, read_json, reserve_handles, write_json
+from moefold.files import (
+    draft_folder,
+    folder_for,
+    path_in_errors,
+    read_json,
+    reserve_handles,
+    sync_folder,
+    write_json,
+)
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -45,6 +50,7 @@ MASK = ".mask"
 """Suffix of the token files that hold loss masks."""
 _TOKENIZER = "tokenizer.json"
 _PIECE = 1 << 14
+_DRAFT = ".preparing-"
 
 HANDLES = 4
 """Most files of a source that are open at once: tokens and masks of both sides."""
@@ -131,7 +137,7 @@ def prepare(
                 if place == root:
                     shutil.rmtree(place / key)
     final = root / key
-    with folder_for(root), path_in_errors(root), _draft_folder(root) as draft:
+    with folder_for(root), path_in_errors(root), draft_folder(root, _DRAFT) as draft:
         _write(draft, data, sources, report)
         if _cache_key(data, sources)[:16] != key:
             raise DataError(
@@ -143,32 +149,8 @@ def prepare(
         except OSError:
             if not (final / MANIFEST).is_file():  # else another process was first
                 raise
+        sync_folder(root)
     return _open_prepared(final, data, sources, StoredFacts(final, report))
-
-
-@contextmanager
-def _draft_folder(root: Path) -> Iterator[Path]:
-    """Create a draft folder below ``root`` for the context; remove it at the end unless renamed.
-
-    Drafts of killed processes on this machine are removed too, if no process is preparing in
-    ``root``: each holds the folder's lock, which the kernel releases when the process ends.
-    """
-    prefix = f".preparing-{socket.gethostname()}-"
-    draft = root / f"{prefix}{os.getpid()}-{time.time_ns()}"
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # the lock is held, or folders cannot be locked
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for stale in [folder for folder in root.iterdir() if folder.name.startswith(prefix)]:
-                shutil.rmtree(stale, ignore_errors=True)
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_SH)
-        draft.mkdir()
-        yield draft
-        os.fsync(handle)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-        os.close(handle)
 
 
 def _build_source(record: SourceRecord) -> Source | IndexedSource:

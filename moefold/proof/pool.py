@@ -6,7 +6,6 @@ ones.
 """
 
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from moefold.comm.launch import launch
 from moefold.comm.rendezvous import join
 from moefold.comm.world import World
 from moefold.config.slot import modules_to_preload
+from moefold.files import scratch_folder
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.parallel.config import Layout
@@ -78,10 +78,10 @@ def run_cases(
         if on_outcome is not None:
             on_outcome(number, outcome)
 
-    with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
+    with scratch_folder("proof") as folder:
         references: dict[Subject, str] = {}
         for case in cases:
-            references.setdefault(case.subject, str(Path(folder, f"{len(references)}.safetensors")))
+            references.setdefault(case.subject, str(folder / f"{len(references)}.safetensors"))
         tasks = {
             n: CaseTask(cases[n], references[cases[n].subject], faults[n] if faults else None)
             for n in sorted(range(len(cases)), key=lambda number: -cases[number].world)

@@ -1,6 +1,8 @@
 """Checkpoints become Hugging Face folders that hold every bit, and that a reimport finds again."""
 
 import json
+import os
+import signal
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moefold.convert.exporter import export_folder
+from moefold.convert.exporter import export_folder, staging_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.source import ConvertError
 from moefold.model.config import MODEL
+from tests.cpu.checkpoint_tools import run_child
 from tests.cpu.hubs import MODELS, decoder_of, on_disk, same_bits, weights_of, write_hub
 
 Layout = Literal["per_expert", "packed"]
@@ -154,6 +157,27 @@ def test_what_is_there_already_stays(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export_folder(decoder, weights_of(decoder), tmp_path / "empty")
     assert (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_what_a_killed_export_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    """And what one that is at work has written stays."""
+
+    def die() -> None:
+        with staging_folder(tmp_path / "hub") as staged:
+            (staged / "config.json").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_child(die) == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 1
+    with staging_folder(tmp_path / "hub") as staged:
+        assert os.listdir(tmp_path) == [staged.name]
+        (staged / "config.json").write_text("whole")
+        with staging_folder(tmp_path / "hub") as other:
+            (other / "config.json").write_text("first")
+        assert staged.is_dir() and not other.exists()
+        (tmp_path / "hub" / "config.json").unlink()
+    assert os.listdir(tmp_path) == ["hub"]
+    assert (tmp_path / "hub" / "config.json").read_text() == "whole"
 
 
 def test_a_decoder_of_no_family_is_refused(tmp_path: Path) -> None:
