@@ -15,9 +15,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, process, resource_tracker
+from multiprocessing import forkserver, process, resource_tracker, util
 from typing import Any
 
+from moefold.comm import parent
 from moefold.comm.interrupt import block_signals_in_children
 from moefold.comm.parent import signal_when_parent_ends
 from moefold.config.slot import record_modules
@@ -62,7 +63,9 @@ def kill_server() -> None:
 
 
 def _start() -> None:
-    resource_tracker.ensure_running()  # if the server started it, its signals would be unblocked
+    # If the server started the tracker, the tracker's signals would be unblocked.
+    with _woken_children():
+        resource_tracker.ensure_running()
     with _temporary_folder() as folder:
         os.environ[LAUNCHER] = str(os.getpid())
         try:
@@ -74,6 +77,24 @@ def _start() -> None:
         if sys.platform == "linux" and server._forkserver_address.startswith(folder):
             held = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
             server._forkserver_address = f"/proc/self/fd/{held}"
+
+
+@contextmanager
+def _woken_children() -> Iterator[None]:
+    """Let processes that ``multiprocessing`` starts be continued when this process ends.
+
+    The tracker of shared resources ends when its pipe closes, but not while it is stopped.
+    """
+    flags = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+
+    def with_parent() -> list[str]:
+        return [*flags(), parent.__file__, str(os.getpid())]
+
+    util._args_from_interpreter_flags = with_parent  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        util._args_from_interpreter_flags = flags  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """A process that ends with its parent, also if it is stopped when the parent is killed.
 
 A pipe that a thread polls does not reach a stopped process; a signal of the kernel does. Imports no
-torch.
+torch. As a program it runs code of others, who know nothing of this, and wakes it when the parent
+ends: ``python parent.py PARENT -c CODE``.
 """
 
 import ctypes
@@ -31,3 +32,15 @@ def signal_when_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # It ended before the call.
         os.kill(os.getpid(), number)
+
+
+def main(arguments: list[str]) -> None:
+    """Run code in this process, which is continued when its parent ends."""
+    parent, _, code = arguments
+    signal_when_parent_ends(int(parent), WAKE_SIGNAL)
+    exec(code, {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this file's folder
+    main(sys.argv[1:])

@@ -184,13 +184,15 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
 LAUNCHER = """
     import os, signal, sys, threading, time
     from pathlib import Path
+    from multiprocessing import resource_tracker
     from moefold.comm.fork_server import server_pid
     from moefold.comm.launch import RankLost, launch
     from tests.gloo.test_comm_launch import wait_for_files, write_pid
 
     def disturb(folder, *numbers):
         ranks = wait_for_files(folder, 2)
-        pids = {"rank": ranks[1], "server": server_pid()}
+        tracker = resource_tracker._resource_tracker._pid
+        pids = {"rank": ranks[1], "server": server_pid(), "tracker": tracker}
         for who, number in numbers:
             os.kill(pids[who], number)
 
@@ -208,7 +210,8 @@ LAUNCHER = """
         lost(folder / "silent", ("server", signal.SIGSTOP), ("rank", signal.SIGKILL))
         (folder / "seconds").write_text(str(time.monotonic() - before))
         (folder / "last").mkdir()
-        threading.Thread(target=disturb, args=(folder / "last", ("rank", signal.SIGSTOP))).start()
+        stops = ("tracker", signal.SIGSTOP), ("rank", signal.SIGSTOP)
+        threading.Thread(target=disturb, args=(folder / "last", *stops)).start()
         # In a thread that ends soon, as some callers start it.
         launch(write_pid, 2, str(folder / "last"), time_out_s=20)
 """
@@ -246,7 +249,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def test_a_lost_rank_is_told_and_nothing_outlives_the_launcher(tmp_path: Path) -> None:
-    """Not a rank that is stopped when the launcher is killed; and no wait is without an end."""
+    """Not a rank or tracker that is stopped when the launcher is killed; and each wait ends."""
     script, scratch = tmp_path / "script.py", tmp_path / "tmp"
     script.write_text(textwrap.dedent(LAUNCHER))
     scratch.mkdir()
