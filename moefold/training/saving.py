@@ -32,6 +32,8 @@ from moefold.comm.world import World
 
 REACH_S = 10.0
 """Time within which a new file is seen through a network file system."""
+PROBE = ".reached-"
+"""Prefix of files that show whether all ranks reach a folder."""
 NICE = 10
 """Nice value of the writing thread: weight 110 of 1024 (Linux, ``sched_prio_to_weight``)."""
 SlicesByName = Mapping[str, Sequence[TensorSlice]]
@@ -160,7 +162,9 @@ def require_shared(folder: Path, ranks: Group) -> None:
     def write() -> str:
         if not folder.is_dir():
             return ""
-        probe = folder / f".reached-{uuid.uuid4().hex}"
+        for left in folder.glob(f"{PROBE}*"):  # by a first rank that was killed
+            left.unlink(missing_ok=True)
+        probe = folder / f"{PROBE}{uuid.uuid4().hex}"
         probe.write_bytes(b"")
         return probe.name
 

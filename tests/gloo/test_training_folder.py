@@ -30,6 +30,7 @@ def test_a_folder_that_is_another_one_elsewhere_is_refused_on_all_ranks(tmp_path
     for folder in folders[:2]:
         folder.mkdir()
     shared, node1, absent = folders
+    (shared / f"{saving.PROBE}dead").touch()  # a first rank was killed while it looked
     assert run_ranks(look, 3, [shared, shared, shared]) == ["", "", ""]
     for others, ranks in (([node1, shared], "1"), ([node1, absent], "1, 2")):
         said = run_ranks(look, 3, [shared, *others])
