@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from fault_trials import MOMENTS, SIGNALS, VICTIMS, Bench, draw, existing, trial
+from fault_trials import MOMENTS, SIGNALS, VICTIMS, Bench, Fault, draw, existing, trial
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
-MARKED_TRIALS, LIMIT_S = 90, 3000.0
+MARKED_TRIALS = 90
+LIMIT_S = 3000.0
 
 
 def main() -> int:
@@ -36,6 +37,8 @@ def main() -> int:
     parser.add_argument("--moment", choices=MOMENTS, help="only faults at this moment")
     parser.add_argument("--victim", choices=VICTIMS, help="only faults of this process")
     parser.add_argument("--signal", choices=SIGNALS, help="only faults by this signal")
+    again = "repeat the stored trials in which something was found, and store them anew"
+    parser.add_argument("--again", action="store_true", help=again)
     parser.add_argument("--folder", type=Path, help="for all runs; an empty one")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
     parser.add_argument("--table", action="store_true", help="print the table of what is stored")
@@ -49,29 +52,58 @@ def main() -> int:
     with (folder / "said").open("w") as said:  # what ranks of resumed runs say
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-    faults = [
-        fault
-        for fault in draw(max(args.trials, len(existing())), args.seed)
-        if args.moment in (None, fault.moment)
-        and args.victim in (None, fault.victim)
-        and args.signal in (None, fault.signal)
-    ][: args.trials]
+    kept = list[dict[str, Any]]()
+    seconds = 0
+    if args.again:
+        stored = json.loads(RESULTS.read_text())
+        kept = [one for one in stored["trials"] if not one["problems"]]
+        faults = [fault_of(one) for one in stored["trials"] if one["problems"]]
+        args.seed = stored["seed"]
+        args.save = True
+        seconds = stored["seconds"]
+    else:
+        faults = chosen(args)
     began = time.monotonic()
-    bench, found = Bench(folder / "bench"), list[dict[str, Any]]()
-    for number, fault in enumerate(faults):
-        place = folder / f"{number:03d}"
-        found.append(trial(bench, fault, place))
-        print(json.dumps(found[-1]), file=shown)
-        if not found[-1]["problems"]:
-            shutil.rmtree(place)
+    found = kept + carry_out(faults, folder, shown)
+    seconds += round(time.monotonic() - began)
     failed = [one for one in found if one["problems"]]
-    result = {"seed": args.seed, "seconds": round(time.monotonic() - began), "failed": len(failed)}
+    result = {"seed": args.seed, "seconds": seconds, "failed": len(failed)}
+    result["repeated"] = len(faults) if args.again else 0
     if args.save:
         RESULTS.write_text(json.dumps(result | {"trials": found}, indent=1) + "\n")
     print(f"{result}\n{table(found)}", file=shown)
     if args.folder is None and not failed:
         shutil.rmtree(folder)
     return 1 if failed else 0
+
+
+def chosen(args: argparse.Namespace) -> list[Fault]:
+    """Return the faults that the arguments choose."""
+    drawn = draw(max(args.trials, len(existing())), args.seed)
+    wanted = {"moment": args.moment, "victim": args.victim, "signal": args.signal}
+    return [
+        fault
+        for fault in drawn
+        if all(value in (None, getattr(fault, name)) for name, value in wanted.items())
+    ][: args.trials]
+
+
+def fault_of(found: dict[str, Any]) -> Fault:
+    """Return the fault of a stored trial."""
+    return Fault(found["moment"], found["victim"], found["signal"], found["rank"])
+
+
+def carry_out(faults: list[Fault], folder: Path, shown: TextIO) -> list[dict[str, Any]]:
+    """Carry out faults; return what was found, and keep the folders in which something was."""
+    bench = Bench(folder / "bench")
+    found = list[dict[str, Any]]()
+    for number, fault in enumerate(faults):
+        place = folder / f"{number:03d}"
+        found.append(trial(bench, fault, place))
+        print(json.dumps(found[-1]), file=shown)
+        if not found[-1]["problems"]:
+            shutil.rmtree(place)
+    return found
 
 
 def table(found: list[dict[str, Any]]) -> str:

@@ -100,7 +100,8 @@ def require_alive(run: "subprocess.Popen[bytes]", out: Path) -> None:
 
 def held(launcher: int) -> dict[str, dict[str, int]]:
     """Return what each process of a run holds, by its place: launcher, tracker, server, ranks."""
-    found, names = {}, {launcher: "launcher"}
+    found = {}
+    names = {launcher: "launcher"}
     for pid, parent, words in sorted(processes()):
         above = names.get(parent)
         if above == "launcher":

@@ -1,7 +1,8 @@
 """A plug-in of a run file that halts ranks at a chosen call, until they are told to go on.
 
 So that a signal arrives in the middle of a save, and not some milliseconds before or after it. The
-plan is a JSON file named by ``MOEFOLD_HALTS``; without one nothing halts:
+plan is the JSON file ``halts.plan`` beside this file, or beside a copy of it; without one nothing
+halts:
 
     {"by": 4711, "in_ranks": true, "halts": [{"call": "moefold.checkpoint.disk:Disk.write",
       "about": "step-00000003", "rank": 0, "turn": 2}]}
@@ -9,8 +10,8 @@ plan is a JSON file named by ``MOEFOLD_HALTS``; without one nothing halts:
 ``by`` is the process that started the command: its child is the launcher, and others are ranks.
 
 The process halts before the call number ``turn`` of those in which an argument is ``about`` that
-text: a path, or an open file of that path. It then writes ``PLAN.halted-N-PID`` for halt N, and
-goes on once there is ``PLAN.go``.
+text: a path, or an open file of that path. It then writes ``halts.plan.halted-N-PID`` for halt N,
+and goes on once there is ``halts.plan.go``.
 """
 
 import json
@@ -22,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PLAN = "MOEFOLD_HALTS"
+PLAN = Path(__file__).with_suffix(".plan")
 MOST_S = 120.0
 POLL_S = 0.005
 
@@ -75,10 +76,11 @@ def _is_about(text: str, args: tuple[Any, ...]) -> bool:
 def _halt(plan: Path, number: int) -> None:
     """Say that this process has halted, and wait for the word to go on."""
     plan.with_name(f"{plan.name}.halted-{number}-{os.getpid()}").touch()
-    go, until = plan.with_name(f"{plan.name}.go"), time.monotonic() + MOST_S
+    go = plan.with_name(f"{plan.name}.go")
+    until = time.monotonic() + MOST_S
     while not go.exists() and time.monotonic() < until:
         time.sleep(POLL_S)
 
 
-if os.environ.get(PLAN) and Path(os.environ[PLAN]).exists():
-    arm(Path(os.environ[PLAN]))
+if PLAN.exists():
+    arm(PLAN)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from moefold.training.hooks.base import Hook
 from moefold.training.machine import MatrixRate
 from moefold.training.state import iter_state
 from moefold.training.trainer import Trainer
-from tests.cpu.checkpoint_tools import load, quick_folder, same
+from tests.cpu.checkpoint_tools import load, quick_folder
 from tests.cpu.runs import job_of, run_of
 from tests.gloo.forks import fork_ranks
 
@@ -124,47 +123,6 @@ def seen(folder: Path) -> dict[int, list[str]]:
             ]
         file.unlink()
     return {p: sorted(x for ranks in found[p].values() for x in ranks) for p in sorted(found)}
-
-
-@pytest.mark.slow
-def test_b26_killed_in_every_step_a_run_ends_with_the_bits_of_the_unbroken_one(
-    quick: Path,
-) -> None:
-    """In a folded layout: each attempt dies by SIGKILL on another rank, one step further on."""
-    sizes, world = "tp2 ep2", 2
-
-    def unbroken(job: Trainer) -> None:
-        job.train()
-        note_state(job, quick, "unbroken")
-
-    assert in_ranks(quick, "unbroken", sizes, world, unbroken) == [0, 0]
-    for deadly in range(1, STEPS + 1):
-
-        def dies(job: Trainer, deadly: int = deadly) -> None:
-            assert job.step_number == max(deadly - 2, 0)
-            update = job.optimizer.step
-
-            def step(*given: Any) -> None:
-                if job.step_number + 1 == deadly and job.world.rank == deadly % world:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                update(*given)
-
-            job.optimizer.step = step  # type: ignore[method-assign]
-            while True:
-                job.step()
-                job.save()
-
-        statuses = in_ranks(quick, "broken", sizes, world, dies)
-        assert statuses[deadly % world] == -signal.SIGKILL and 0 not in statuses
-    assert in_ranks(quick, "broken", sizes, world, lambda job: _ended(job, quick)) == [0, 0]
-    for rank in range(world):
-        assert same(load_file(quick / f"unbroken-{rank}"), load_file(quick / f"broken-{rank}"))
-
-
-def _ended(job: Trainer, folder: Path) -> None:
-    assert job.step_number == STEPS - 1
-    job.train()
-    note_state(job, folder, "broken")
 
 
 def test_b27_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes(quick: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections import Counter
@@ -181,59 +180,6 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
         launch(wait_for_signal, 2, str(tmp_path), time_out_s=20)
 
 
-LAUNCHER = """
-    import os, signal, sys, threading, time
-    from pathlib import Path
-    from multiprocessing import resource_tracker
-    from moefold.comm.fork_server import server_pid
-    from moefold.comm.launch import RankLost, launch
-    from tests.gloo.test_comm_launch import wait_for_files, write_pid
-
-    def disturb(folder, *numbers):
-        ranks = wait_for_files(folder, 2)
-        tracker = resource_tracker._resource_tracker._pid
-        pids = {"rank": ranks[1], "server": server_pid(), "tracker": tracker}
-        for who, number in numbers:
-            os.kill(pids[who], number)
-
-    def lost(folder, *numbers):
-        folder.mkdir()
-        threading.Thread(target=disturb, args=(folder, *numbers)).start()
-        try:
-            launch(write_pid, 2, str(folder), time_out_s=20)
-        except RankLost as error:
-            print(error.status, error, flush=True)
-
-    if __name__ == "__main__":
-        folder, before = Path(sys.argv[1]), time.monotonic()
-        lost(folder / "killed", ("rank", signal.SIGKILL))
-        lost(folder / "silent", ("server", signal.SIGSTOP), ("rank", signal.SIGKILL))
-        (folder / "seconds").write_text(str(time.monotonic() - before))
-        (folder / "last").mkdir()
-        stops = ("tracker", signal.SIGSTOP), ("rank", signal.SIGSTOP)
-        threading.Thread(target=disturb, args=(folder / "last", *stops)).start()
-        # In a thread that ends soon, as some callers start it.
-        launch(write_pid, 2, str(folder / "last"), time_out_s=20)
-"""
-
-
-def write_pid(info: RankInfo, folder: str) -> None:
-    draft = Path(folder) / f"draft {info.rank}"
-    draft.write_text(str(os.getpid()))
-    draft.rename(Path(folder) / f"ready {info.rank}")
-    time.sleep(60)
-
-
-def wait_for_files(folder: Path, ranks: int) -> list[int]:
-    """Return the process ids that ranks wrote, by rank."""
-    files = [folder / f"ready {rank}" for rank in range(ranks)]
-    until = time.monotonic() + 120
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return [int(file.read_text()) for file in files]
-
-
 def descendants(pid: int) -> list[int]:
     """Return the processes that a process started, and those that they started."""
     parents = {}
@@ -246,36 +192,6 @@ def descendants(pid: int) -> list[int]:
     for parent in found:
         found += [child for child, of in parents.items() if of == parent]
     return found[1:]
-
-
-def test_a_lost_rank_is_told_and_nothing_outlives_the_launcher(tmp_path: Path) -> None:
-    """Not a rank or tracker that is stopped when the launcher is killed; and each wait ends."""
-    script, scratch = tmp_path / "script.py", tmp_path / "tmp"
-    script.write_text(textwrap.dedent(LAUNCHER))
-    scratch.mkdir()
-    env = environ(TMPDIR=str(scratch))
-    with (tmp_path / "said").open("w") as said:
-        launcher = subprocess.Popen([sys.executable, script, tmp_path], env=env, stdout=said)
-    (tmp_path / "last").parent.mkdir(exist_ok=True)
-    pids = wait_for_files(tmp_path / "last", 2)
-    until = time.monotonic() + 20
-    while "T" not in Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0]:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    family = descendants(launcher.pid)
-    assert set(pids) < set(family)
-    launcher.kill()
-    launcher.wait()
-    until = time.monotonic() + 15
-    while any(lives(pid) for pid in family):
-        assert time.monotonic() < until, "processes go on without their launcher"
-        time.sleep(0.05)
-    assert not list(scratch.iterdir()), "files are left behind"
-    assert (tmp_path / "said").read_text().splitlines() == [
-        "76 rank 1 was killed by SIGKILL (the kernel does that when memory is used up)",
-        "76 rank 1 ended, and the process that ranks fork from does not answer",
-    ]
-    assert float((tmp_path / "seconds").read_text()) < 60
 
 
 def environ(**more: str) -> dict[str, str]:
