@@ -30,6 +30,8 @@ MAX_IDS = 1 << 24
 SENTENCEPIECE = "tokenizer.model"
 TEKKEN = "tekken.json"
 """Names of files with tokenizers that must be converted."""
+MAX_HOLDOUT = 0.5
+"""Of a source's documents, the largest share that may be held out."""
 MAX_TRAINED = 1 << 20
 """Ids of a tokenizer that is trained; the library reserves memory for all of them at once."""
 Files = Annotated[
@@ -134,7 +136,7 @@ class SourceRecord(Record):
     """Name in reports and files (default: the kind of source)."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the training sequences, relative to the other sources' weights."""
-    holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    holdout: Annotated[float, Field(ge=0, le=MAX_HOLDOUT)] = 0.0
     """Share of the documents held out for validation, chosen by a hash of each document's text (in
     token files: of its number), so that a document's side depends on neither name nor order."""
 

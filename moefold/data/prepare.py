@@ -5,6 +5,7 @@ plug-ins, tokenizer, and files' paths, sizes and times. A folder under its final
 """
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from moefold.config.base import to_dict
 from moefold.config.plugins import plugin_hash
 from moefold.config.slot import build
 from moefold.data.chats.template_names import common_values
-from moefold.data.config import Data, DataError, FileSource, SourceRecord
+from moefold.data.config import MAX_HOLDOUT, Data, DataError, FileSource, SourceRecord
 from moefold.data.corpora.sources import Skipped, Source, encode_utf8
 from moefold.data.derived import Progress, StoredFacts
 from moefold.data.index import (
@@ -244,6 +245,7 @@ def _encode(
     """Write a source's documents, and their masks, as a pair of token files per side."""
     total = source.size()
     done = 0
+    lowest = 1.0
     sides = ["train", "valid"] if record.holdout else ["train"]
     n_bytes = dict.fromkeys(sides, 0)
     n_token_bytes = dict.fromkeys(sides, 0)
@@ -259,7 +261,9 @@ def _encode(
         }
         for batch in source.encode(tokenizer, seq, skipped):
             for name, split_key, ids, loss_mask in batch:
-                side = "valid" if _hash(split_key) < record.holdout else "train"
+                split_point = _hash(split_key)
+                lowest = min(lowest, split_point)
+                side = "valid" if split_point < record.holdout else "train"
                 writers[side].add(ids, name)
                 if loss_mask is not None:
                     masks[side].add(loss_mask, name)
@@ -272,7 +276,7 @@ def _encode(
     for side, writer in writers.items():
         if not writer.lengths:
             documents = sum(len(w.lengths) for w in writers.values())
-            raise DataError(_no_documents_message(record, side, documents, skipped))
+            raise DataError(_no_documents_message(record, side, documents, lowest, skipped))
         metadata = {
             "tokenizer": tokenizer.fingerprint,
             "documents": len(writer.lengths),
@@ -297,7 +301,10 @@ def _sample_digests(prefix: Path) -> list[str]:
     return [indexed.digest() for indexed in (IndexedDataset(prefix), mask) if indexed is not None]
 
 
-def _no_documents_message(record: SourceRecord, side: str, documents: int, skipped: Skipped) -> str:
+def _no_documents_message(
+    record: SourceRecord, side: str, documents: int, lowest: float, skipped: Skipped
+) -> str:
+    """Return why a side is empty; a holdout above ``lowest`` takes at least one document."""
     if not documents:
         text = f"source {record.label}: has no document with text"
         files = ", ".join(record.files) if isinstance(record, FileSource) else ""
@@ -306,7 +313,10 @@ def _no_documents_message(record: SourceRecord, side: str, documents: int, skipp
     text = f"source {record.label}: holdout {record.holdout} takes"
     if side == "train":
         return f"{text} all of its {documents} documents; lower it, or add documents"
-    return f"{text} none of its {documents} documents; raise it, or add a source under data.valid"
+    least = math.floor(lowest * 100 + 1) / 100
+    is_enough = documents > 1 and least <= MAX_HOLDOUT
+    remedy = f"{least:g} takes one" if is_enough else "add documents"
+    return f"{text} none of its {documents} documents; {remedy}, or add a source under data.valid"
 
 
 def _prefix(folder: Path, record: SourceRecord, side: str) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -231,6 +232,21 @@ NOTHING: dict[str, tuple[str, float, str]] = {
     "only empty ones": ('{"text": ""}', 0.0, "has no document with text"),
     "holdout of one": ('{"text": "a b c"}', 1e-9, "takes none of its 1 documents"),
 }
+
+
+def test_a_holdout_that_takes_nothing_is_told_which_takes_one(tmp_path: Path) -> None:
+    lines = (json.dumps({"text": f"document {n}"}) for n in range(20))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    raw = described(tmp_path).model_dump()
+    raw["train"][0]["holdout"] = 1e-9
+    with pytest.raises(DataError, match=r"none of its 20 documents; 0\.\d\d? takes one") as refused:
+        prepare(load(Data, raw).record, tmp_path / "out")
+    named = re.search(r"; (\S+) takes one", str(refused.value))
+    assert named is not None
+    raw["train"][0]["holdout"] = float(named[1])
+    prepared = prepare(load(Data, raw).record, tmp_path / "out")
+    (held_out,) = prepared.valid
+    assert 1 <= held_out.corpus.n_documents <= 3
 
 
 @pytest.mark.parametrize("name", NOTHING)
