@@ -58,6 +58,18 @@ _END_OF_REASONING = "</think>"
 """Ends reasoning that is in the text of an answer."""
 
 
+class PartsLeftOut(BadDocument):
+    """A conversation of which a template leaves out parts; its detail names the first of them.
+
+    Attributes:
+        count: how many parts are left out, counted for each text to train on.
+    """
+
+    def __init__(self, details: Sequence[str]) -> None:
+        super().__init__(_LEAVES_OUT, details[0])
+        self.count = len(details)
+
+
 class TrainedConversation(NamedTuple):
     """Messages with what else a template gets, and which answers are trained."""
 
@@ -192,7 +204,7 @@ class AnswerFinder:
                 an answer cannot be located.
         """
         forms = possible_forms(conversation.messages)
-        errors = list[tuple[Form, tuple[str, ...]]]()
+        errors = list[tuple[Form, BadDocument]]()
         refuse_unread(conversation.messages, lambda changed: self._text(conversation, changed))
         for form in forms:
             with suppress(BadDocument):  # its words would be the sentinels
@@ -207,8 +219,8 @@ class AnswerFinder:
             try:
                 return self._by_content(conversation, form, turns)
             except BadDocument as error:
-                errors.append((form, error.args))
-        raise BadDocument(*_most_telling(errors))
+                errors.append((form, error))
+        raise BadDocument(*_most_telling(errors).args)
 
     def text_of(
         self,
@@ -452,10 +464,11 @@ def _check_parts(
     parts: Sequence[Part],
     present: Callable[[int], set[int]],
 ) -> None:
-    """Raise ``BadDocument`` if a part is in none of the texts in which it should be.
+    """Raise ``PartsLeftOut`` if a part is in none of the texts in which it should be.
 
     Templates may leave reasoning out of the history of an answer, if they write it at its own turn.
     """
+    details = list[str]()
     for example in examples:
         found = present(example.count)
         for index, part in enumerate(parts):
@@ -468,7 +481,9 @@ def _check_parts(
             detail = f"it does not write all of {part.name}; {_WRITE_IT}"
             if part.kind == "reasoning" and len(example.trained) > 1:
                 detail += ", or train each answer in the text before it (answers: each)"
-            raise BadDocument(_LEAVES_OUT, detail)
+            details.append(detail)
+    if details:
+        raise PartsLeftOut(details)
 
 
 def _check_form(
@@ -513,15 +528,17 @@ def _common_prefix(*texts: str) -> int:
     return next((i for i, chars in pairs if len(set(chars)) > 1), min(map(len, texts)))
 
 
-def _most_telling(errors: Sequence[tuple[Form, tuple[str, ...]]]) -> tuple[str, ...]:
+def _most_telling(errors: Sequence[tuple[Form, BadDocument]]) -> BadDocument:
     """Return one of the errors of several forms: of a form that the template could render.
 
     A template that takes text alone leaves out each part of a list, whatever else it leaves out, so
-    errors of joined parts say more.
+    errors of joined parts say more. Of forms with parts left out, the one with the fewest names
+    what no form would write.
     """
     ordered = [error for _, error in sorted(errors, key=lambda each: each[0].parts != "joined")]
-    reasons = [error[0] for error in ordered]
-    found = (
-        reasons.index(reason) for reason in (_LEAVES_OUT, _CHANGES, _NOT_TAKEN) if reason in reasons
-    )
+    left_out = [error for error in ordered if isinstance(error, PartsLeftOut)]
+    if left_out:
+        return min(left_out, key=lambda error: error.count)
+    reasons = [error.args[0] for error in ordered]
+    found = (reasons.index(reason) for reason in (_CHANGES, _NOT_TAKEN) if reason in reasons)
     return ordered[next(found, 0)]
