@@ -262,7 +262,7 @@ def test_marks_of_tools_are_accepted_with_a_note(fields: dict[str, Any], tmp_pat
     [
         ({"quant_method": "awq", "bits": 4}, "hf download BASE --local-dir NEW"),
         ({"quant_method": "gptq", "bits": 4}, "hf download BASE --local-dir NEW"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ".dequantize();"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ".dequantize().save_pretrained"),
         ({"quant_method": "compressed-tensors"}, "C(dequantize=True)).save_pretrained"),
         ({"quant_method": "auto-round"}, "'auto-round', which is not read; read are 'fp8'"),
         ({"bits": 4}, "quant_method None, which is not read"),

@@ -83,7 +83,8 @@ def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"form": 0, "name": "x"}', '{"form": 1}', "\udcff"]
+    "text",
+    ["", "[]", "{}", '{"form": 0, "name": "x"}', '{"form": 1}', "\udcff", "[" * 20_000],
 )
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
     file = tmp_path / "machine.json"
