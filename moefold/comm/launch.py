@@ -237,10 +237,14 @@ class Workers:
         by_way: dict[str, list[int]] = {}
         for rank in ranks:
             by_way.setdefault(self._ranks[rank].describe_exit(), []).append(rank)
-        return "; ".join(
-            f"{'rank' if len(named) == 1 else 'ranks'} {', '.join(map(str, named))} {way}"
-            for way, named in by_way.items()
-        )
+        sentences = list[str]()
+        for way, named in by_way.items():
+            if len(named) == 1:
+                sentences.append(f"rank {named[0]} {way}")
+            else:
+                several = ", ".join(map(str, named))
+                sentences.append(f"ranks {several} {way.replace('was ', 'were ', 1)}")
+        return "; ".join(sentences)
 
     def release(self) -> None:
         """Release ranks that have sent their results, and wait briefly for their exit."""

@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from random import sample
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ from tests.cpu.runs import raw_run
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
+
+
+def test_ranks_that_died_in_one_way_are_told_in_one_sentence() -> None:
+    workers = object.__new__(launching.Workers)
+    ways = ("was killed by SIGKILL", "was killed by SIGTERM", "was killed by SIGKILL")
+    workers._ranks = [SimpleNamespace(describe_exit=lambda way=way: way) for way in ways]  # type: ignore[misc]
+    told = "ranks 0, 2 were killed by SIGKILL; rank 1 was killed by SIGTERM"
+    assert workers._describe_deaths([0, 1, 2]) == told
 
 
 def answer(info: RankInfo, factor: int) -> tuple[int, int, int]:
