@@ -385,7 +385,13 @@ class IndexedSource:
         if not self._record.holdout:
             return np.arange(number), np.zeros(0, np.int64)
         held_out = derived.held_out(self._record.label, number, self._record.holdout)
-        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        return _true_indices(~held_out), _true_indices(held_out)
+
+
+def _true_indices(chosen: np.ndarray) -> np.ndarray:
+    """Return the ascending indices of true entries, in half of int64's memory where they fit."""
+    dtype = np.uint32 if len(chosen) < 2**32 else np.int64
+    return np.flatnonzero(chosen).astype(dtype)
 
 
 class DocumentPiece(NamedTuple):
@@ -416,10 +422,17 @@ class Corpus:
         self.name = name
         self.dataset = dataset
         self.vocab = vocab
+        # An index may have 10^8 documents: no array of that length is copied without need.
         lengths = np.diff(dataset.document_starts_1)
-        numbers = np.arange(len(dataset)) if chosen is None else chosen
-        self._indices = numbers[lengths[numbers] > 0]
-        self._starts_1 = np.append(0, np.cumsum(lengths[self._indices], dtype=np.int64))
+        if chosen is not None:
+            lengths = lengths[chosen]
+        has_tokens = lengths > 0
+        if not has_tokens.all():
+            lengths = lengths[has_tokens]
+            chosen = _true_indices(has_tokens) if chosen is None else chosen[has_tokens]
+        self._indices = np.arange(len(dataset)) if chosen is None else chosen
+        self._starts_1 = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=self._starts_1[1:])
 
     @property
     def datasets(self) -> tuple[IndexedDataset, ...]:
