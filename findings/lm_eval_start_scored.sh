@@ -15,13 +15,8 @@
 #   trained to predict a start token after a start token.
 #
 # Exit status: 0 while this is so, 1 when it is not.
-set -euo pipefail
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work"
-python3 -m venv env
-env/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.24.0 lm-eval==0.4.13 \
-    accelerate==1.15.0 2>pip.log || { cat pip.log; exit 2; }
+source "$(dirname "$0")/install.sh"
+install env torch==2.13.0 transformers==5.24.0 lm-eval==0.4.13 accelerate==1.15.0
 cat > show.py <<'P'
 import torch
 from lm_eval.api.instance import Instance

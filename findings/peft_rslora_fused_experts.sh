@@ -16,13 +16,8 @@
 #   was trained: gate and up have 1.41 times their scale relative to every other weight.
 #
 # Exit status: 0 while this is so, 1 when it is not.
-set -euo pipefail
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work"
-python3 -m venv env
-env/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.24.0 peft==0.21.2 2>pip.log ||
-    { cat pip.log; exit 2; }
+source "$(dirname "$0")/install.sh"
+install env torch==2.13.0 transformers==5.24.0 peft==0.21.2
 cat > show.py <<'P'
 import json
 import math

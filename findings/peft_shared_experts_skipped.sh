@@ -21,13 +21,8 @@
 #   before training; after loading, compare a merged weight with the base's.
 #
 # Exit status: 0 while this is so, 1 when it is not.
-set -euo pipefail
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work"
-python3 -m venv env
-env/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.24.0 peft==0.21.2 2>pip.log ||
-    { cat pip.log; exit 2; }
+source "$(dirname "$0")/install.sh"
+install env torch==2.13.0 transformers==5.24.0 peft==0.21.2
 cat > show.py <<'P'
 import json
 from pathlib import Path

@@ -15,10 +15,7 @@
 #   and in generation. Compare tokenizer(text).input_ids with tokenizers.Tokenizer.from_file(...).
 #
 # Exit status: 0 while this is so, 1 when it is not.
-set -euo pipefail
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work"
+source "$(dirname "$0")/install.sh"
 cat > show.py <<'P'
 import json
 import sys
@@ -56,9 +53,7 @@ raise SystemExit(0 if as_stated else 1)
 P
 status=0
 for release in 4.57.6 5.24.0; do
-    python3 -m venv "env-$release"
-    "env-$release/bin/pip" install --quiet --disable-pip-version-check "transformers==$release" 2>pip.log ||
-        { cat pip.log; exit 2; }
+    install "env-$release" "transformers==$release"
     with_olmoe=$([ "$release" = 4.57.6 ] && echo true || echo false)
     "env-$release/bin/python" show.py "$release" "{\"mixtral\": true, \"olmoe\": $with_olmoe}" 2>log ||
         { status=1; tail -3 log; }
