@@ -137,7 +137,7 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said() -> None:
     """Where memory binds; without that what is found is compared with all layouts above."""
     task = small(1.4)
     asked = model_needs(task.decoder, task.seq)
-    # Of larger micro-batches there are five times as many layouts, and none of the best.
+    # Larger micro-batches are five times as many layouts, and follow the same rules.
     found = Search(task).best(replace(full_space(task), micro_batches=(1, 2)), 4)
     assert len({one.choice.folding_sizes for one in found}) == len(found) > 1
     for one in found:
