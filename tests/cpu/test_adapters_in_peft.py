@@ -94,7 +94,10 @@ def test_b78_adapters_of_each_family_give_the_same_logits_in_peft(
     theirs = in_peft(base, alone)
     found, without = logits_of(theirs)
     assert (found - without).abs().max() > 0.05
-    torch.testing.assert_close(found, model.logits(IDS), rtol=0, atol=1e-6)
+    # Rotary angles are fp32 here and there. Where a model scales them, both round on their own.
+    rounding = float((without - plain.logits(IDS).detach()).abs().max())
+    assert rounding < 5e-6
+    torch.testing.assert_close(found, model.logits(IDS), rtol=0, atol=max(1e-6, 4 * rounding))
     theirs.float().save_pretrained(str(tmp_path / "again"), save_embedding_layers=False)
     ours, back = (load_file(at / TENSORS) for at in (alone, tmp_path / "again"))
     assert all(same_bits(ours[name], back[name]) for name in ours)
