@@ -42,9 +42,7 @@ def resolve_recompute(run: Run, world: World) -> Run:
 
     Raises:
         ValueError: if no choice fits the limit; says how much memory is needed.
-        OutOfMemory: if the process may not map what the run is planned to take.
     """
-    require_host_memory(run, world)
     if not isinstance(run.layout.recompute, Auto):
         return run
     keeping = run_on_first(lambda: resolve_memory_policy(run, cluster_of(world)), world.on_host)

@@ -45,7 +45,12 @@ from moefold.training.hooks.base import HOOKS, Figures, Hook, call_hooks, hook_s
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
-from moefold.training.memory import explaining_oom, heap_frozen, resolve_recompute
+from moefold.training.memory import (
+    explaining_oom,
+    heap_frozen,
+    require_host_memory,
+    resolve_recompute,
+)
 from moefold.training.model_checkpoint import describe_model, fill_initial_values
 from moefold.training.nonfinite import decide_update
 from moefold.training.precision import PrecisionChoice, configure_matmuls
@@ -140,7 +145,10 @@ class Trainer:
         try:
             with explaining_oom(run, world):
                 self.precision = choice = PrecisionChoice.choose(run, self.folder, world, memory)
-                self.run = run = resolve_recompute(choice.apply_to(run), world)
+                run = choice.apply_to(run)
+                if scratch is None:  # a dry run allocates no tensors
+                    require_host_memory(run, world)
+                self.run = run = resolve_recompute(run, world)
                 cache = cache or self.folder.parent / ".prepared"
                 prepared = lru_cache(partial(prepare, run.data, cache, on_progress, scratch))
                 run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
