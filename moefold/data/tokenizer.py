@@ -9,6 +9,7 @@ are comparable with a compressor's; documents that contain that token's text get
 """
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -48,6 +49,7 @@ GROUP = 250_000
 
 While they are, each takes about 100 bytes.
 """
+Item = TypeVar("Item")
 STDERR = 2
 _STDERR_LOCK = threading.Lock()
 TextSampler = Callable[[int], Iterator[str]]
@@ -199,7 +201,7 @@ class Tokenizer:
             for number, text in enumerate(texts)
             for part in (divide(text, self._places) if self._places else (text,))
         )
-        for group in _groups(parts):
+        for group in in_groups(parts, lambda numbered: len(numbered[1])):
             with parallel_encoding(), _library_errors(self.source):
                 encodings = self._backend.encode_batch_fast(
                     [part for _, part in group], add_special_tokens=False
@@ -319,17 +321,20 @@ class Tokenizer:
         write_json(file.with_name(TOKENIZER_CONFIG), config)
 
 
-def _groups(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Yield numbered texts in groups of at most ``GROUP`` characters, or of one text."""
-    group: list[tuple[int, str]] = []
+def in_groups(
+    items: Iterable[Item], count_chars: Callable[[Item], int], most: float = math.inf
+) -> Iterator[list[Item]]:
+    """Yield items in groups of at most ``GROUP`` characters and ``most`` items, or of one item."""
+    group: list[Item] = []
     chars = 0
-    for number, part in parts:
-        if group and chars + len(part) > GROUP:
+    for item in items:
+        added = count_chars(item)
+        if group and (chars + added > GROUP or len(group) == most):
             yield group
             group = []
             chars = 0
-        group.append((number, part))
-        chars += len(part)
+        group.append(item)
+        chars += added
     if group:
         yield group
 

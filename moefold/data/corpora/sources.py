@@ -32,16 +32,15 @@ from moefold.data.corpora.streams import (
     open_stream,
 )
 from moefold.data.corpora.tables import is_saved, is_text, open_saved, open_table
-from moefold.data.tokenizer import GROUP, Tokenizer, parallel_encoding
+from moefold.data.tokenizer import Tokenizer, in_groups, parallel_encoding
 
 MAX_NAMES = 20
 MAX_REFUSED = 8
 """Maximum number of unreadable documents in an error."""
 MAX_LONG = 10
 """Maximum number of overlong documents in an error."""
-_BATCH_CHARS = GROUP
 _BATCH_DOCUMENTS = 1024
-"""Maximum size of a batch, unless it is one document."""
+"""Most documents of a batch, which has as many characters as are encoded at a time."""
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 TABLE_FOLDERS = {"encodings", "pydoc_data"}
 EXCLUDED_FOLDERS = TEST_FOLDERS | TABLE_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
@@ -238,8 +237,8 @@ class TextReader(FileReader):
                 while (end := rest.find(sep, searched)) >= 0:
                     yield f"{path.as_posix()}#{number}", start, bytes(rest[:end])
                     del rest[: end + len(sep)]
-                    start = start + end + len(sep)
-                    number = number + 1
+                    start += end + len(sep)
+                    number += 1
                     searched = 0
                 remedy = "use another separator (split), or divide the document"
                 check_size(f"{path.as_posix()}#{number}", len(rest), remedy)
@@ -354,21 +353,17 @@ class StdlibReader(Source):
 
 def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
     """Yield documents in groups large enough to encode in parallel; count empty ones."""
-    batch: list[Document] = []
-    chars = 0
+    return in_groups(
+        _with_text(source, skipped), lambda document: len(document.text), _BATCH_DOCUMENTS
+    )
+
+
+def _with_text(source: Source, skipped: Skipped) -> Iterator[Document]:
     for document in source.documents(skipped):
-        if not document.text:
+        if document.text:
+            yield document
+        else:
             skipped.note(document.name, "empty")
-            continue
-        full = chars + len(document.text) > _BATCH_CHARS or len(batch) == _BATCH_DOCUMENTS
-        if batch and full:
-            yield batch
-            batch = []
-            chars = 0
-        batch.append(document)
-        chars += len(document.text)
-    if batch:
-        yield batch
 
 
 def encode_utf8(document: Document) -> bytes:
