@@ -85,10 +85,12 @@ class ConversationReader(FileReader):
         self._long = record.long
         self._values = CommonValues()
         self._ignored = frozenset(record.ignore)
+        files = self.files()
+        self._tars = frozenset(file for file in files if holds_tar(file))
         # Optional dependencies: fail before reading.
-        if any(is_table(file) for file in self.files()):
+        if any(is_table(file) for file in files):
             import_module("pyarrow.parquet")
-        if any(holds_tar(file) for file in self.files()):
+        if self._tars:
             require_webdataset()
 
     def template_values(self) -> list[dict[str, Any]]:
@@ -101,7 +103,7 @@ class ConversationReader(FileReader):
             if is_table(path):
                 yield from self._table_rows(path, columns, skipped)
                 continue
-            objects = tar_objects(path) if holds_tar(path) else iter_objects(path)
+            objects = tar_objects(path) if path in self._tars else iter_objects(path)
             for name, line in objects:
                 try:
                     yield name, parse_json_object(line)
