@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fault_command import parent
 from rich.console import Console
 
 from moefold.checkpoint.folder import list_candidates
@@ -127,14 +128,10 @@ def pid_of(notes: Path, at: int, seconds: float = 30.0) -> int:
     while time.monotonic() < until:
         with suppress(OSError, ValueError):
             pid = int((notes / f"pid-{at}").read_text())
-            if _parent(_parent(pid)) == os.getpid():
+            if parent(parent(pid)) == os.getpid():
                 return pid
         time.sleep(0.02)
     raise TimeoutError(f"rank {at} is not there")
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def steps_in(folder: Path) -> int:
