@@ -181,7 +181,7 @@ def unused_folder(name: str) -> Path:
     number = 2
     while folder.exists() and any(folder.iterdir()):
         folder = Path("runs") / f"{name}-{number}"
-        number = number + 1
+        number += 1
     return folder
 
 

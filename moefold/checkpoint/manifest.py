@@ -187,7 +187,7 @@ def header_entries(
     end = 0
     for name, dtype, full_shape, at, shape in slices:
         start = end
-        end = end + math.prod(shape) * ITEM_BYTES[dtype]
+        end += math.prod(shape) * ITEM_BYTES[dtype]
         box = ",".join(f"{a}:{a + n}" for a, n in zip(at, shape, strict=True))
         entry = name if shape == full_shape else f"{name}[{box}]"
         entries[entry] = HeaderEntry(dtype, shape, start, end)

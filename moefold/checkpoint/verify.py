@@ -111,7 +111,7 @@ def _header_defects(
         end = frame - 1  # position of the first entry's comma
         for (key, entry), (name, _) in zip(expected.items(), slices, strict=True):
             start = end
-            end = end + len(shard_header({key: entry}).rstrip()) - frame
+            end += len(shard_header({key: entry}).rstrip()) - frame
             if start <= altered < end:
                 affected = name
         yield affected, f"the header (bytes 0 to {shard.header}) does not match its SHA-256"

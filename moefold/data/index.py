@@ -305,7 +305,7 @@ class IndexedDataset:
             data = self.file.read(at, (end - start) * item)
             parts.append(np.frombuffer(data, self.dtype))
             start = end
-            s = s + 1
+            s += 1
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
     def document(self, i: int) -> np.ndarray:

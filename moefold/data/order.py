@@ -84,8 +84,8 @@ class Mixture:
         counts = []
         for weight in self._integer_weights:
             counts.append((k * weight + rest // 2) // rest)
-            k = k - counts[-1]
-            rest = rest - weight
+            k -= counts[-1]
+            rest -= weight
         return tuple(counts)
 
 

@@ -196,8 +196,8 @@ class MoeSpec(LayerSpec):
         back = received
         if shape.room is None and shape.ep * shape.etp > 1:
             # Copies are sorted twice: before they are sent, and after they are received.
-            places = places + received
-            back = back + shape.rows * self.router.top_k
+            places += received
+            back += shape.rows * self.router.top_k
         yield Saved("combine.tokens", back * INDEX, saved=not runs_once, module="moe")
         yield Saved("dispatch.rows", places * INDEX, module="moe")
 

@@ -141,8 +141,8 @@ class PartCollectives(NamedTuple):
         for weight in part_weights(decoder, part):
             shards, _ = sharding.shards_and_replicas(weight.is_expert)
             local = round(weight.local_elements(*sharding.tp_ep_etp)) * (not weight.frozen)
-            trained = trained + local
-            updated = updated + local / shards
+            trained += local
+            updated += local / shards
             sums["edp" if weight.is_expert else "dp_cp", True] += local * (shards == 1)
             sums["tp", False] += local / shards * (not weight.cuts)
             sums["stages", False] += local / shards * (part == "embedding")

@@ -305,8 +305,8 @@ def _operation_work(
         units = traffic.units
         part = 1.0 if units is None else units.fraction(share.sizes[units.axis])
         size = share.rows(traffic.rows) * traffic.features * part * BF16
-        forward = forward + traffic.forward * size
-        backward = backward + traffic.backward * size
+        forward += traffic.forward * size
+        backward += traffic.backward * size
     launches = operation.launches
     if launches is None:
         launches = sum(product.count for product in products)

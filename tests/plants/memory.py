@@ -167,7 +167,7 @@ PLANTS = (
         "of rows that are sent as they come one order is planned",
         "tests/gloo/test_planner_schedules.py::test_b64_so_it_is_where_rows_are_sent_as_they_come",
         "moe/describe.py",
-        "places = places + received",
+        "places += received",
         "pass",
     ),
     Plant(

@@ -134,7 +134,7 @@ PLANTS = (
         "copies of an adapter over slices of experts count once each in the norm",
         B61_LAYOUTS,
         "parallel/data/sharding.py",
-        "            index = index * etp + world.experts.etp\n            count = count * etp\n",
+        "            index = index * etp + world.experts.etp\n            count *= etp\n",
         "            pass\n",
     ),
     Plant(

@@ -398,15 +398,15 @@ class ShardedState:
         if placement.replicated_over_tp:
             tp = world.folding.sizes.tp
             index = index * tp + world.attention.tp
-            count = count * tp
+            count *= tp
         if placement.replicated_over_etp:
             etp = world.folding.sizes.etp
             index = index * etp + world.experts.etp
-            count = count * etp
+            count *= etp
         if name == EMBEDDING_WEIGHT:
             stages = self.parts.embedding_stages
-            index = index + count * stages.index(world.attention.pp)
-            count = count * len(stages)
+            index += count * stages.index(world.attention.pp)
+            count *= len(stages)
         return index, count
 
     def weights(self) -> Iterator[LocalSlice]:
