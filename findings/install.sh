@@ -1,5 +1,7 @@
-# Sourced by the scripts: moves to a temporary folder, which goes at the end, and defines `install`.
+# Sourced by the scripts: moves to a temporary folder, which goes at the end, and defines `install` and
+# `here`, the folder of the scripts.
 set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"

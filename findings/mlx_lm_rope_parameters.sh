@@ -20,26 +20,13 @@ cat > show.py <<'P'
 import json
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import torch
-from mlx_lm.utils import load_model
+from mlx_peer import COMMON, ids, logits_of
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
-mx.set_default_device(mx.cpu)
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "eos_token_id": 1,
-}
-DEEPSEEK = COMMON | {
+SIZES = COMMON | {"num_key_value_heads": 4, "num_experts_per_tok": 2, "eos_token_id": 1}
+DEEPSEEK = SIZES | {
     "moe_intermediate_size": 16,
     "n_routed_experts": 4,
     "n_group": 1,
@@ -65,9 +52,8 @@ PLAIN = {"rope_type": "default"}
 # Each family's configuration, its fields, the rotary settings, and those that mlx-lm takes instead.
 CASES = {
     "deepseek_v3": (DeepseekV3Config, DEEPSEEK, YARN | {"rope_theta": 1e4}, PLAIN | {"rope_theta": 1e4}),
-    "mixtral": (MixtralConfig, COMMON, PLAIN | {"rope_theta": 1e4}, PLAIN | {"rope_theta": 1e6}),
+    "mixtral": (MixtralConfig, SIZES, PLAIN | {"rope_theta": 1e4}, PLAIN | {"rope_theta": 1e6}),
 }
-ids = torch.arange(2, 34)[None]
 
 
 def model(kind, fields, rope):
@@ -79,12 +65,6 @@ def model(kind, fields, rope):
 @torch.no_grad()
 def logits(*described):
     return model(*described)(ids).logits[0].numpy()
-
-
-def peer(folder):
-    read = load_model(folder)[0]
-    read.set_dtype(mx.float32)
-    return np.array(read(mx.array(ids.numpy())))[0]
 
 
 def with_older_names(folder):
@@ -100,17 +80,17 @@ for family, (kind, fields, rope, instead) in CASES.items():
     folder = Path(family)
     model(kind, fields, rope).save_pretrained(folder)
     due, other = logits(kind, fields, rope), logits(kind, fields, instead)
-    got = peer(folder)
+    got = logits_of(folder)
     with_older_names(folder)
-    mended = peer(folder)
+    mended = logits_of(folder)
     off, same, after = (float(np.abs(a - b).max()) for a, b in ((got, due), (got, other), (mended, due)))
     print(f"{family}: differs by {off:.1e}, from a model with {instead['rope_type']} positions and theta", end="")
     print(f" {instead['rope_theta']:g} by {same:.1e}; with the older names by {after:.1e}")
     as_stated &= max(same, after) < 1e-3 < 0.1 < off
-qwen = COMMON | {"moe_intermediate_size": 16, "num_experts": 4, "head_dim": 8}
+qwen = SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "head_dim": 8}
 model(Qwen3MoeConfig, qwen, PLAIN | {"rope_theta": 1e4}).save_pretrained("qwen3_moe")
 try:
-    peer(Path("qwen3_moe"))
+    logits_of(Path("qwen3_moe"))
 except TypeError as error:
     print(f"qwen3_moe: TypeError: {error}")
     as_stated &= "rope_theta" in str(error)
@@ -118,4 +98,4 @@ else:
     as_stated = False
 raise SystemExit(0 if as_stated else 1)
 P
-TQDM_DISABLE=1 env/bin/python -W ignore show.py 2>log || { status=$?; tail -5 log; exit $status; }
+TQDM_DISABLE=1 PYTHONPATH=$here env/bin/python -W ignore show.py 2>log || { status=$?; tail -5 log; exit $status; }

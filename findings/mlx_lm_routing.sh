@@ -22,23 +22,11 @@ cat > show.py <<'P'
 import json
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import torch
-from mlx_lm.utils import load_model
+from mlx_peer import COMMON, ids, logits_of
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, JambaConfig
 
-mx.set_default_device(mx.cpu)
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
 ERNIE = Ernie4_5_MoeConfig(
     **COMMON,
     moe_intermediate_size=16,
@@ -57,7 +45,6 @@ JAMBA = JambaConfig(
     attn_layer_period=2,
     mamba_d_state=8,
 )
-ids = torch.arange(2, 34)[None]
 
 
 def biases(model):
@@ -100,9 +87,7 @@ def peer(model, folder):
     described = json.loads((folder / "config.json").read_text())
     described["rope_theta"] = (described.get("rope_parameters") or {}).get("rope_theta")
     (folder / "config.json").write_text(json.dumps(described))
-    read = load_model(folder)[0]
-    read.set_dtype(mx.float32)
-    return np.array(read(mx.array(ids.numpy())))[0]
+    return logits_of(folder)
 
 
 as_stated = True
@@ -115,4 +100,4 @@ for config, change in ((ERNIE, without_bias), (JAMBA, normalised)):
     as_stated &= bool(same < 1e-3 < 0.05 < off)
 raise SystemExit(0 if as_stated else 1)
 P
-TQDM_DISABLE=1 env/bin/python -W ignore show.py 2>log || { status=$?; tail -5 log; exit $status; }
+TQDM_DISABLE=1 PYTHONPATH=$here env/bin/python -W ignore show.py 2>log || { status=$?; tail -5 log; exit $status; }

@@ -20,37 +20,23 @@ cat > show.py <<'P'
 import json
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import torch
-from mlx_lm.utils import load_model
+from mlx_peer import COMMON, ids, logits_of
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-mx.set_default_device(mx.cpu)
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
-QWEN2 = COMMON | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
-QWEN3 = COMMON | {"moe_intermediate_size": 16, "head_dim": 8}
+MIXTURE = COMMON | {"num_experts": 4, "num_experts_per_tok": 2}
+QWEN2 = MIXTURE | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+QWEN3 = MIXTURE | {"moe_intermediate_size": 16, "head_dim": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "type": "linear", "factor": 4.0}
 CASES = [
     (Qwen3MoeConfig, QWEN3, "rope_scaling", YARN),
     (Qwen2MoeConfig, QWEN2, "rope_scaling", LINEAR),
     (Qwen2MoeConfig, QWEN2, "norm_topk_prob", True),
-    (OlmoeConfig, COMMON, "clip_qkv", 0.5),
-    (OlmoeConfig, COMMON, "norm_topk_prob", True),  # this one is read
+    (OlmoeConfig, MIXTURE, "clip_qkv", 0.5),
+    (OlmoeConfig, MIXTURE, "norm_topk_prob", True),  # this one is read
 ]
-ids = torch.arange(2, 34)[None]
 
 
 def model(kind, fields):
@@ -70,9 +56,7 @@ def peer(kind, fields, folder):
     theta = described.pop("rope_parameters")["rope_theta"]
     described |= fields | {"rope_theta": theta}
     (folder / "config.json").write_text(json.dumps(described))
-    read = load_model(folder)[0]
-    read.set_dtype(mx.float32)
-    return np.array(read(mx.array(ids.numpy())))[0]
+    return logits_of(folder)
 
 
 as_stated = True
@@ -86,4 +70,4 @@ for i, (kind, fields, name, value) in enumerate(CASES):
     as_stated &= bool(same < 1e-3 < 0.1 < off) if wrong else bool(off < 1e-3 < 0.1 < same)
 raise SystemExit(0 if as_stated else 1)
 P
-TQDM_DISABLE=1 env/bin/python -W ignore show.py 2>log || { status=$?; tail -5 log; exit $status; }
+TQDM_DISABLE=1 PYTHONPATH=$here env/bin/python -W ignore show.py 2>log || { status=$?; tail -5 log; exit $status; }
