@@ -26,10 +26,11 @@ from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon, Optim
-from moefold.planner.case import Case, MemoryPolicy, NumberFormats, recompute_modules
+from moefold.planner.case import Case, MemoryPolicy, NumberFormats
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank
 from moefold.schedule.config import OneFOneB
+from moefold.spec.layer import recomputed_modules
 
 LOSS_CHUNK = 1024
 MIXTURE = Moe(width=128, router=Router(experts=8, top_k=2), shared=Shared(width=128))
@@ -85,7 +86,7 @@ class Recipe:
             dispatch="local",
             load=1.0,
             number_formats=numbers,
-            memory_policy=MemoryPolicy(recompute=recompute_modules(self.recompute)),
+            memory_policy=MemoryPolicy(recompute=recomputed_modules(self.recompute)),
         )
 
 

@@ -244,23 +244,40 @@ CHECKPOINTING = ("torch._dynamo",)
 """What the first ``torch.utils.checkpoint`` imports, in a second of processor time."""
 
 
+class Recompute(Record):
+    """Base of recompute policies: what backward recomputes instead of reading it."""
+
+    preloads = CHECKPOINTING
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Kinds of module that backward recomputes; ``block`` is a whole block."""
+        raise NotImplementedError
+
+
 @RECOMPUTE.register
-class Full(Record):
+class Full(Recompute):
     """Saves only each block's input and its routing; backward reruns the block."""
 
     kind: Literal["full"] = "full"
 
-    preloads = CHECKPOINTING
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Whole blocks."""
+        return frozenset(("block",))
 
 
 @RECOMPUTE.register
-class Selective(Record):
+class Selective(Recompute):
     """Recomputes modules of the given kinds and saves the rest."""
 
     kind: Literal["selective"] = "selective"
     modules: Annotated[tuple[RecomputeKind, ...], Field(min_length=1)]
 
-    preloads = CHECKPOINTING
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The kinds of ``modules``."""
+        return frozenset(self.modules)
 
     def violations(self, model_kinds: Collection[str], tp: int) -> Iterator[Violation]:
         """Yield kinds that the model does not have, and ``gather`` without tp."""
@@ -275,7 +292,7 @@ class Selective(Record):
 
 
 @RECOMPUTE.register
-class Auto(Record):
+class Auto(Recompute):
     """Recomputes the kinds with the least planned time that keep the fullest rank within a limit.
 
     It is resolved when a run begins, by the planner. With ``host`` or ``disk`` the planner also
@@ -290,7 +307,10 @@ class Auto(Record):
     disk: Annotated[str, Field(min_length=1, examples=["./scratch"]), OnDisk()] | None = None
     """Folder on a local disk, to which kinds may be offloaded instead."""
 
-    preloads = CHECKPOINTING
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """All kinds that the planner could choose."""
+        return frozenset(get_args(RecomputeKind))
 
     def rules(self) -> Iterator[Violation]:
         """Refuse ``host`` together with ``disk``."""

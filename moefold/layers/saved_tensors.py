@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from moefold.config.base import Record
-from moefold.layers.config import Auto, Full, RecomputeKind, Selective, offloaded_layers
+from moefold.layers.config import Full, Recompute, offloaded_layers
 from moefold.layers.offload import ActivationOffload, OffloadedLayers, OffloadedStorage
 from moefold.layers.stash import PagedRows
 
@@ -121,11 +121,11 @@ class SavedTensors:
         clones: bool = False,
     ) -> None:
         self.block = isinstance(record, Full)
-        # An auto policy that is not resolved yet may choose any kind.
-        chosen = get_args(RecomputeKind) if isinstance(record, Auto) else ()
-        chosen = record.modules if isinstance(record, Selective) else chosen
+        chosen = frozenset[str]()
+        if isinstance(record, Recompute) and not self.block:
+            chosen = record.recomputed
         # Weights of clones are never saved, under any policy.
-        self.kinds = frozenset[str]((*chosen, "clones") if clones else chosen)
+        self.kinds = chosen | {"clones"} if clones else chosen
         self._record = record
         self._offload = offload
         self._computes_loss = computes_loss

@@ -12,7 +12,15 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
-from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ring, Selective
+from moefold.layers.config import (
+    CONTEXT,
+    RECOMPUTE,
+    Auto,
+    Context,
+    Offload,
+    Ring,
+    Selective,
+)
 from moefold.mesh.config import MAX_RANKS, ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import size_violations
 from moefold.mesh.pipeline import Stages
@@ -28,6 +36,7 @@ from moefold.moe.dispatch.config import (
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, build_table
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
+from moefold.spec.layer import Modules, recomputed_modules
 
 MAX_VIRTUAL = 10_000
 
@@ -275,6 +284,15 @@ class Layout(Record):
         sizes = self.split
         mapping = self.resolved_schedule.stage_mapping
         return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, mapping)
+
+    @property
+    def recomputed(self) -> Modules:
+        """Kinds of module that backward recomputes; under ``auto`` all that could be chosen.
+
+        Raises:
+            ValueError: the record of a plug-in does not state them.
+        """
+        return recomputed_modules(self.recompute)
 
     @property
     def split(self) -> Sizes:

@@ -13,9 +13,8 @@ from itertools import chain
 from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
-from moefold.config.base import Record
 from moefold.config.errors import RunError
-from moefold.layers.config import Auto, Context, Full, Offload, RecomputeKind, Ring, Selective
+from moefold.layers.config import Context, Offload, OffloadToPages, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
@@ -106,6 +105,12 @@ class MemoryPolicy:
     state_step: Literal["device", "host"] | None = None
     """What updates offloaded state, as in ``layout.state``; None is the host in other software."""
     state_on_disk: bool = False
+
+    @cached_property
+    def pages(self) -> OffloadToPages | None:
+        """Pages of experts' saved rows, as in a run file."""
+        pages = {"page": self.page, "load": self.page_load, "spill": self.spill}
+        return OffloadToPages(**pages) if self.page else None
 
     def __post_init__(self) -> None:
         """Check stage, module names and shares."""
@@ -350,23 +355,6 @@ def equivalent_micro_batches(schedule: Schedule, p: int, m: int) -> int:
     if m <= warm_up + period or isinstance(schedule, GPipe):
         return m
     return warm_up + (m - warm_up) % period
-
-
-def recompute_modules(record: Record | None) -> Modules:
-    """Return the modules that a run file's recompute record recomputes.
-
-    Raises:
-        ValueError: the planner does not know the record.
-    """
-    if record is None:
-        return NOTHING
-    if isinstance(record, Full):
-        return frozenset(("block",))
-    if isinstance(record, Selective):
-        return frozenset(record.modules)
-    if isinstance(record, Auto):  # not decided yet: all that it could choose
-        return frozenset(get_args(RecomputeKind))
-    raise ValueError(f"layout.recompute: {type(record).__name__} cannot be planned")
 
 
 def offload_fields(record: Offload | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from math import inf
 from operator import add, mul
 from typing import NamedTuple
 
-from moefold.layers.config import offloaded_layers
+from moefold.layers.config import Offload, offloaded_layers
 from moefold.mesh.folding import ATTENTION, EXPERTS, GROUP_KINDS
 from moefold.mesh.grid import Grid
 from moefold.planner.case import (
@@ -29,11 +29,11 @@ from moefold.planner.hardware import Device
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_chunk import ChunkBytes, ChunkEstimator, offloaded_tensors
 from moefold.planner.memory_graphs import chunk_static_bytes, micro_batch_bytes
-from moefold.planner.memory_pages import ChunkBlocks, count_pages, page_bytes, unpaged
 from moefold.planner.memory_saved import layer_shape, saved_tensors_of
 from moefold.planner.memory_state import StateBytes, StateSharding
 from moefold.planner.memory_steps import RunningAction, peak_candidates, running_actions
 from moefold.planner.time_data import collective_counter
+from moefold.spec.pages import ChunkBlocks, count_pages, page_bytes, unpaged
 
 MIB = 2**20
 
@@ -359,7 +359,10 @@ def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
         layers = [blocks[order[part.index]] for part in parts if part.kind == "layer"]
         ahead = [blocks[order[main + part.index]] for part in parts if part.kind == "multi_token"]
         chunks.append(ChunkBlocks(layers, ahead, any(part.kind == "loss" for part in parts)))
-    return count_pages(chunks, layer_shape(case), case.memory_policy, case.table.lines[rank])
+    policy = case.memory_policy
+    offload = Offload.model_construct(pages=policy.pages, in_flight=policy.in_flight)
+    line = case.table.lines[rank]
+    return count_pages(chunks, layer_shape(case), policy.recompute, offload, line)
 
 
 def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) -> StageBytes:
@@ -490,11 +493,11 @@ def _activations_by_name(
     for kind, count in contents.layers:
         for tensor in saved_tensors_of(case, blocks[kind]):
             if tensor.is_saved_under(policy.recompute):
-                sizes[tensor.name] += unpaged(tensor, policy).bytes * count
+                sizes[tensor.name] += unpaged(tensor, policy.pages).bytes * count
     for kind in order[: offloaded_layers(policy.spill, len(order), contents.loss)]:
         for tensor in saved_tensors_of(case, blocks[kind]):
             if tensor.is_saved_under(policy.recompute) and tensor.rows and tensor.saved:
-                sizes[tensor.name] += unpaged(tensor, policy).bytes
+                sizes[tensor.name] += unpaged(tensor, policy.pages).bytes
     for tier, share in enumerate((policy.offload_share, policy.disk_share)):
         for kind in order[: offloaded_layers(share, len(order), contents.loss)]:
             for tensor in offloaded_tensors(saved_tensors_of(case, blocks[kind]), policy)[tier]:

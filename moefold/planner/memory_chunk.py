@@ -9,7 +9,6 @@ from moefold.mesh.shares import largest_share
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import MemoryPolicy, StageContents, distinct_blocks
 from moefold.planner.memoize import memoize
-from moefold.planner.memory_pages import unpaged
 from moefold.planner.memory_saved import (
     INPUT_CODE_BYTES,
     SHARED_AGAIN,
@@ -20,6 +19,7 @@ from moefold.planner.memory_saved import (
 from moefold.planner.memory_state import StateSharding, state_estimator
 from moefold.planner.time_data import collective_counter
 from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, as_layer_spec
+from moefold.spec.pages import unpaged
 
 
 class ChunkBytes(NamedTuple):
@@ -174,7 +174,8 @@ class ChunkEstimator:
         tensors = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
         policy = self.policy
         saved = (tensor for tensor in tensors if tensor.is_saved_under(policy.recompute))
-        return sum(unpaged(t, policy, True).bytes - unpaged(t, policy).bytes for t in saved)
+        pages = policy.pages
+        return sum(unpaged(t, pages, True).bytes - unpaged(t, pages).bytes for t in saved)
 
     def _first_gradients(self, stage: StageContents) -> tuple[float, float]:
         """Return the bytes of gradients that a chunk's first backward and forward allocate.
@@ -231,7 +232,7 @@ def _block_bytes(
     """
     tensors = saved_tensors(block, shape, stack, recipe)
     stored = [tensor for tensor in tensors if tensor.is_saved_under(policy.recompute)]
-    saved = sum(unpaged(tensor, policy).bytes for tensor in stored)
+    saved = sum(unpaged(tensor, policy.pages).bytes for tensor in stored)
     recomputed = sum(tensor.bytes for tensor in tensors) - saved
     spec = as_layer_spec(block.ffn)
     rows = shape.piece

@@ -41,7 +41,6 @@ from moefold.planner.case import (
     layer_counts,
     load_with_clones,
     offload_fields,
-    recompute_modules,
 )
 from moefold.planner.hardware import Cluster
 from moefold.planner.memoize import memoize
@@ -53,7 +52,6 @@ from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
 from moefold.spec.codes import with_recipe
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import RING, LayerSpec
-from moefold.training.losses.config import Distill, Dpo
 
 DEFAULT_LOAD = 1.2
 """Default of the rows of the fullest expert rank over the mean: between forced balance, 1, and
@@ -67,8 +65,6 @@ UNMEASURED_NOTE = (
     "the time model is not fitted to moefold on a GPU: times and their ± use rates measured with "
     "other software, and a traced step has more kernels than the plan counts (docs/plan.md)"
 )
-TEACHER_NOTE = "train.loss: the teacher's time and memory are not counted"
-REFERENCE_NOTE = "train.loss: the reference's forward pass in each step is not counted"
 NCCL_EP_NOTE = "NCCL EP has no published rates: its exchanges are planned at HybridEP's"
 
 
@@ -231,7 +227,6 @@ def _parse_run(
     """
     precision = run.train.precision
     quantise = run.train.quantise
-    loss = run.train.loss
     if precision == "fp64":
         raise ValueError("train.precision fp64 is for proofs, not for plans: use bf16 or fp32")
     if precision == "auto":
@@ -244,10 +239,8 @@ def _parse_run(
         options |= {"delayed"} if quantise.scaling == "delayed" else set()
     choice = layout_choice(run.layout, run.train.micro_batch, recipe)
     notes = (NCCL_EP_NOTE,) if choice.dispatch == "nccl_ep" else ()
-    if isinstance(loss, Distill) and loss.stored is None:
-        notes = (*notes, TEACHER_NOTE)
-    if isinstance(loss, Dpo) and loss.reference != "stored":
-        notes = (*notes, REFERENCE_NOTE)
+    if run.train.loss.unplanned:
+        notes = (*notes, f"train.loss: {run.train.loss.unplanned}")
     task = TrainingTask(
         name=run.name,
         decoder=run.decoder(),
@@ -334,7 +327,7 @@ def layout_choice(layout: Layout, micro_batch: int, recipe: Recipe) -> LayoutCho
         memory_policy=MemoryPolicy(
             zero=layout.zero,
             zero_ranks=layout.zero_ranks,
-            recompute=recompute_modules(layout.recompute),
+            recompute=layout.recomputed,
             optimizer_offload=state.share if state.is_offloaded else 0.0,
             state_step=state.step if state.is_offloaded else None,
             state_on_disk=state.at == "disk",

@@ -10,11 +10,11 @@ T rows of a rank between sublayers, P rows of its tensor group, R rows after dis
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, lcm, prod
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self, cast
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
-from moefold.layers.config import Context, Ring
+from moefold.layers.config import Context, Recompute, Ring
 from moefold.mesh.config import Sizes
 from moefold.mesh.shares import largest_share
 
@@ -53,9 +53,23 @@ STATISTIC = 4
 INDEX = 8
 """Bytes of an int64 expert id or index of a row or token."""
 RING = Ring()
+"""The default of ``layout.context``."""
 SMALL_WIDTH = 16
 SMALL_HEAD = 4
 """Width of a feed-forward and dims of a head in the small models of ``verify``."""
+
+
+def recomputed_modules(record: Record | None) -> Modules:
+    """Return the kinds of module that a recompute record recomputes.
+
+    Raises:
+        ValueError: the record of a plug-in does not state them.
+    """
+    if record is None:
+        return NOTHING
+    if not isinstance(record, Recompute):
+        raise ValueError(f"layout.recompute: {type(record).__name__} cannot be planned")
+    return cast("Modules", record.recomputed)
 
 
 class Units(NamedTuple):

@@ -13,10 +13,9 @@ from moefold.layers.saved_tensors import SavedTensors
 from moefold.layers.unshard import UnshardHooks
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
-from moefold.planner.case import recompute_modules
 from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.spec.codes import coded_blocks
-from moefold.spec.layer import Shape
+from moefold.spec.layer import Shape, recomputed_modules
 from moefold.training.memory_probe import StorageRecorder
 
 HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
@@ -60,7 +59,7 @@ def bytes_planned(
     """Return the bytes that the planner says a block keeps for backward."""
     shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
     (block,) = coded_blocks(decoder_of(block, quantise))
-    return saved_bytes(saved_tensors(block, shape), recompute_modules(policy))
+    return saved_bytes(saved_tensors(block, shape), recomputed_modules(policy))
 
 
 def bytes_alive(

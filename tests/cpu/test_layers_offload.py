@@ -26,9 +26,8 @@ from moefold.model.config import Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.offload import disk as disk_room
 from moefold.offload.disk import OffloadError
-from moefold.planner.case import recompute_modules
 from moefold.planner.memory_saved import saved_tensors
-from moefold.spec.layer import Shape
+from moefold.spec.layer import Shape, recomputed_modules
 from moefold.training.banner import banner_rows as banner_rows
 from tests.cpu.alive import HIDDEN, StorageRecorder, there
 from tests.cpu.runs import equal, job_of, weights
@@ -126,7 +125,7 @@ def test_b60_what_leaves_and_what_stays_is_what_is_planned(
     flow.saved_tensors.offloaded.wait_all()
     flow.saved_tensors.end_forward()
     others = {t.untyped_storage()._cdata for t in (y_TD, *terms.values())}
-    again = recompute_modules(policy)
+    again = recomputed_modules(policy)
     kept_ = [
         part
         for part in saved_tensors(BLOCKS[block], Shape(HIDDEN, 64, width=4))

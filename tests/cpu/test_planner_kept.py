@@ -20,11 +20,11 @@ from moefold.layers.offload import ActivationOffload
 from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
-from moefold.planner.case import MemoryPolicy, recompute_modules
+from moefold.planner.case import MemoryPolicy
 from moefold.planner.memory_chunk import offloaded_tensors
 from moefold.planner.memory_saved import deferred_operands, saved_bytes, saved_tensors
 from moefold.spec.codes import coded_blocks
-from moefold.spec.layer import Shape
+from moefold.spec.layer import Shape, recomputed_modules
 from tests.cpu.alive import (
     HIDDEN,
     LENGTH,
@@ -188,7 +188,7 @@ def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> N
         assert found == bytes_planned(block, policy, "bf16", record), (record, policy)
     (coded,) = coded_blocks(decoder_of(block, record))
     for policy in policies[-1:]:
-        parts = deferred_operands(coded, shape, recompute_modules(policy))
+        parts = deferred_operands(coded, shape, recomputed_modules(policy))
         waiting = sum(part.bytes for part in parts if part.name != "input")
         assert bytes_held(block, policy, "bf16", record) == waiting, (record, policy)
 

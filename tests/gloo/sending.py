@@ -32,12 +32,12 @@ from moefold.planner.case import (
     NumberFormats,
     Recipe,
     Software,
-    recompute_modules,
 )
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.task import layout_choice
 from moefold.schedule.config import Interleaved, OneFOneB
 from moefold.schedule.table import Action
+from moefold.spec.layer import recomputed_modules
 from moefold.training import step
 from tests.cpu import small
 from tests.gloo.pipelines import Recording, recording
@@ -127,7 +127,7 @@ class Sending:
                 self.precision, self.optimizer, weight_bytes=0 if wide else 2
             ),
             memory_policy=MemoryPolicy(
-                where.zero, where.zero_ranks, recompute_modules(where.recompute)
+                where.zero, where.zero_ranks, recomputed_modules(where.recompute)
             ),
             software=Software(loss_chunk=LOSS_CHUNK),
             context=chosen.context,

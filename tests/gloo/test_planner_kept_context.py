@@ -22,9 +22,8 @@ from moefold.model.init import initialise
 from moefold.parallel import apply
 from moefold.parallel.apply import build_flow
 from moefold.parallel.config import Layout
-from moefold.planner.case import recompute_modules
 from moefold.planner.memory_saved import saved_bytes, saved_tensors
-from moefold.spec.layer import Shape
+from moefold.spec.layer import Shape, recomputed_modules
 from tests.cpu.alive import StorageRecorder, there
 from tests.gloo.harness import run_ranks
 
@@ -103,7 +102,7 @@ def planned(asked: Asked, ranks: int) -> int:
     shape = Shape(HIDDEN, rows, width=width, cp=ranks, context=context)  # type: ignore[arg-type]
     layout = Layout.model_validate({"recompute": asked.policy})
     saved = saved_tensors((BLOCKS | LINEAR)[asked.block], shape)
-    return saved_bytes(saved, recompute_modules(layout.recompute))
+    return saved_bytes(saved, recomputed_modules(layout.recompute))
 
 
 @pytest.mark.parametrize(

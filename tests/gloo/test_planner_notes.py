@@ -18,9 +18,8 @@ from moefold.model.init import initial_values
 from moefold.parallel.apply import build_flow, build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.planner.case import recompute_modules
 from moefold.planner.memory_saved import saved_bytes, saved_tensors
-from moefold.spec.layer import Shape
+from moefold.spec.layer import Shape, recomputed_modules
 from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, StorageRecorder
 from tests.cpu.test_planner_kept import ALL, BLOCKS
 from tests.gloo.forks import CPU, fork_ranks
@@ -69,7 +68,7 @@ def look(ranks: Group) -> None:
             ALL,
         ):
             policy = Selective(modules=kinds)
-            planned = whole - saved_bytes(parts) + saved_bytes(parts, recompute_modules(policy))
+            planned = whole - saved_bytes(parts) + saved_bytes(parts, recomputed_modules(policy))
             assert alive(block, policy, world, planned) == planned, (name, kinds)
     world.close()
 

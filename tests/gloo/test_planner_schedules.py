@@ -28,11 +28,11 @@ from moefold.planner.case import (
     MemoryPolicy,
     NumberFormats,
     offload_fields,
-    recompute_modules,
 )
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.spec.decoder import with_multi_token
+from moefold.spec.layer import recomputed_modules
 from moefold.training.memory_probe import measure_step
 from tests.cpu.alive import HIDDEN
 from tests.cpu.test_planner_kept import BLOCKS, steady
@@ -241,7 +241,7 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
         number_formats=NumberFormats(asked.codes or "fp32", AdamW(lr=1e-3), weight_bytes=0),
         memory_policy=MemoryPolicy(
             zero=asked.zero,
-            recompute=recompute_modules(layout.recompute),
+            recompute=recomputed_modules(layout.recompute),
             **offload_fields(layout.offload),
         ),
     )

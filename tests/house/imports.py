@@ -35,6 +35,13 @@ SIDEWAYS: dict[tuple[str, str], str] = {
     ("__main__", "cli"): "`python -m moefold` is the command line",
 }
 
+# Rooms that never import one another, in this direction, each with its reason.
+APART: dict[tuple[str, str], str] = {
+    ("parallel", "planner"): "the engine runs a layout; it counts by the layers' descriptions",
+    ("planner", "training"): "training asks the planner, which knows records alone",
+    ("spec", "planner"): "descriptions of layers do not know who counts by them",
+}
+
 # Rooms that import no torch, themselves or through what they import.
 TORCH_FREE = {
     "config",
@@ -155,6 +162,15 @@ def point_down(root: Path) -> list[str]:
             text = f"config/ knows no field of any feature, yet imports {target.name}"
             breaches.append(module.at(found.line, text))
     return breaches
+
+
+def kept_apart(root: Path) -> list[str]:
+    """No room imports one that APART keeps from it, not even the records of its config.py."""
+    return [
+        module.at(found.line, f"{module.room} imports {target.name}: {reason}")
+        for module, target, found in inner_edges(root)
+        if (reason := APART.get((module.room, target.room)))
+    ]
 
 
 def no_cycles(root: Path) -> list[str]:

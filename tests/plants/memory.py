@@ -264,7 +264,7 @@ PLANTS = (
         "b96",
         "pages whose rows have left are planned until those are taken",
         "tests/gloo/test_moe_pages.py::test_b96_the_most_pages_are_those_planned",
-        "planner/memory_pages.py",
+        "spec/pages.py",
         "                    self._used -= left_pages\n",
         "",
     ),

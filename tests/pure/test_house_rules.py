@@ -12,6 +12,7 @@ Rule = Callable[[Path], list[str]]
 
 RULES: list[Rule] = [
     imports.point_down,
+    imports.kept_apart,
     imports.no_cycles,
     imports.no_torch,
     imports.loads_without_torch,
@@ -102,6 +103,24 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
         imports.point_down,
         {"moefold/attic/a.py": ""},
         "moefold/attic/a.py:1: room 'attic' has no floor",
+    ),
+    (
+        "the engine asks the planner",
+        imports.kept_apart,
+        {
+            "moefold/parallel/pipeline/a.py": "\nfrom moefold.planner.b import c\n",
+            "moefold/planner/b.py": "c = 1\n",
+        },
+        "moefold/parallel/pipeline/a.py:2: parallel imports moefold.planner.b: the engine runs",
+    ),
+    (
+        "the planner reads a record of training",
+        imports.kept_apart,
+        {
+            "moefold/planner/a.py": "from moefold.training.losses.config import c\n",
+            "moefold/training/losses/config.py": "c = 1\n",
+        },
+        "moefold/planner/a.py:1: planner imports moefold.training.losses.config: training asks",
     ),
     (
         "a cycle, through a function",

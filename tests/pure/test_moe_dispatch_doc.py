@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 import pytest
 
-from moefold.layers.config import OffloadToPages
+from moefold.layers.config import Offload, OffloadToPages
 from moefold.mesh.config import Sizes
 from moefold.moe.dispatch.config import Padded, Spread
-from moefold.planner.case import MemoryPolicy, load_with_clones
-from moefold.planner.memory_pages import ChunkBlocks, count_pages, page_bytes, unpaged
+from moefold.planner.case import load_with_clones
 from moefold.planner.memory_saved import saved_bytes, saved_tensors
 from moefold.planner.published import published_model
 from moefold.schedule.table import Action
+from moefold.spec.layer import NOTHING
 from moefold.spec.layer import Shape as LayerShape
+from moefold.spec.pages import ChunkBlocks, count_pages, page_bytes, unpaged
 
 DOC = Path(__file__).parents[2] / "docs" / "communication.md"
 ELEMENT, WEIGHT, ID = 2, 4, 8
@@ -145,12 +146,14 @@ def kept_of(name: str, way: str, load: float | None) -> float:
     slots = SLOTS if way == "clones" else 0
     rows = room(way, copies, ep if load is None else load, ep)
     shape = LayerShape(decoder.hidden, TOKENS, ep=ep, room=rows, clones=slots)
-    keeping = (
-        MemoryPolicy(page=64, page_load=OffloadToPages().load) if way == "pages" else MemoryPolicy()
-    )
+    tensors = saved_tensors(block, shape)
+    if way != "pages":
+        return saved_bytes(tensors)
+    pages = OffloadToPages()
     line = (Action("F", 0, 0), Action("B", 0, 0))
-    stored, _ = page_bytes(*count_pages([ChunkBlocks([block])], shape, keeping, line), keeping.page)
-    return stored + saved_bytes(unpaged(part, keeping) for part in saved_tensors(block, shape))
+    counted = count_pages([ChunkBlocks([block])], shape, NOTHING, Offload(pages=pages), line)
+    stored, _ = page_bytes(*counted, pages.page)
+    return stored + saved_bytes(unpaged(tensor, pages) for tensor in tensors)
 
 
 @pytest.mark.parametrize("name", MODELS)

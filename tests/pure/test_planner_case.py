@@ -10,7 +10,7 @@ from moefold.layers.config import Full, Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import MultiToken
-from moefold.planner.case import Case, MemoryPolicy, recompute_modules
+from moefold.planner.case import Case, MemoryPolicy
 from moefold.planner.hardware import parse_cluster
 from moefold.run import load_run
 from moefold.schedule.config import (
@@ -18,6 +18,7 @@ from moefold.schedule.config import (
     OneFOneB,
 )
 from moefold.spec.decoder import with_multi_token
+from moefold.spec.layer import recomputed_modules
 from tests.schedule_checker import peak_in_flight
 
 DECODER = with_multi_token(load_run("deepseek_v3").decoder(), [MultiToken()])
@@ -87,11 +88,11 @@ def test_what_is_kept_is_checked(changes: dict[str, Any], words: str) -> None:
 
 
 def test_recompute_records_of_a_run_file_have_their_modules() -> None:
-    assert recompute_modules(None) == frozenset()
-    assert recompute_modules(Full()) == {"block"}
-    assert recompute_modules(Selective(modules=("norms", "mla_up"))) == {"norms", "mla_up"}
+    assert recomputed_modules(None) == frozenset()
+    assert recomputed_modules(Full()) == {"block"}
+    assert recomputed_modules(Selective(modules=("norms", "mla_up"))) == {"norms", "mla_up"}
     with pytest.raises(ValueError, match="OneFOneB cannot be planned"):
-        recompute_modules(OneFOneB())
+        recomputed_modules(OneFOneB())
 
 
 def test_the_planner_imports_no_torch() -> None:

@@ -25,10 +25,9 @@ from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan_rank
 from moefold.parallel.pipeline.partial import GraphedPass, PartGraphs
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
-from moefold.planner.case import MemoryPolicy, offload_fields, recompute_modules
-from moefold.planner.memory_pages import ChunkBlocks, count_pages
 from moefold.schedule.table import Action, ActionResult, Line, Step, actions_of
 from moefold.spec.layer import Shape
+from moefold.spec.pages import ChunkBlocks, count_pages
 
 
 class Factors(NamedTuple):
@@ -240,9 +239,6 @@ def pages_of(parts: ModelParts, line: Line, rows: int) -> Pages:
     shape = Shape(
         decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
     )
-    policy = MemoryPolicy(
-        recompute=recompute_modules(layout.recompute), **offload_fields(layout.offload)
-    )
 
     def blocks(numbers: tuple[str, ...]) -> list[Block]:
         return [decoder.blocks[int(number)] for number in numbers]
@@ -251,4 +247,4 @@ def pages_of(parts: ModelParts, line: Line, rows: int) -> Pages:
         ChunkBlocks(blocks(chunk.layers), blocks(chunk.multi_token), chunk.has_head)
         for chunk in parts.chunks
     ]
-    return Pages(*count_pages(chunks, shape, policy, line))
+    return Pages(*count_pages(chunks, shape, layout.recomputed, layout.offload, line))

@@ -7,11 +7,10 @@ from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
-from moefold.layers.config import offloaded_layers
+from moefold.layers.config import Offload, OffloadToPages, offloaded_layers
 from moefold.model.config import Block
-from moefold.planner.case import MemoryPolicy
 from moefold.schedule.table import Action, Line, Step, actions_of
-from moefold.spec.layer import INDEX, Saved, Shape, as_layer_spec
+from moefold.spec.layer import INDEX, Modules, Saved, Shape, as_layer_spec
 
 COUNTERS = 3 * INDEX
 """Bytes of a ring's counters."""
@@ -29,33 +28,38 @@ class ChunkBlocks(NamedTuple):
     """Whether it ends in the loss."""
 
 
-def unpaged(part: Saved, policy: MemoryPolicy, offloaded: bool = False) -> Saved:
+def unpaged(part: Saved, pages: OffloadToPages | None, offloaded: bool = False) -> Saved:
     """Return a saved tensor without the bytes of its pages; the indices of its pages remain.
 
     ``offloaded``: its pages are offloaded to the host, where they have indices too.
     """
-    if not (policy.page and part.rows and part.saved):
+    if pages is None or not (part.rows and part.saved):
         return part
-    return replace(part, bytes=ceil(part.rows / policy.page) * INDEX * (1 + offloaded))
+    return replace(part, bytes=ceil(part.rows / pages.page) * INDEX * (1 + offloaded))
 
 
 def count_pages(
-    chunks: Sequence[ChunkBlocks], shape: Shape, policy: MemoryPolicy, line: Line
+    chunks: Sequence[ChunkBlocks],
+    shape: Shape,
+    recompute: Modules,
+    offload: Offload | None,
+    line: Line,
 ) -> tuple[Pages, Pages]:
     """Return the numbers of pages on the device and on the host.
 
-    They suffice for all passes in flight if the rank gets on average ``page_load`` times the mean
-    number of rows; each tensor has pages of its own.
+    They suffice for all passes in flight if the rank gets on average ``offload.pages.load`` times
+    the mean number of rows; each tensor has pages of its own.
 
     Args:
         chunks: chunks of the rank.
         shape: shape of a layer, with its stated room.
-        policy: rows per page, load and spill.
+        recompute: kinds of module that are recomputed.
+        offload: the layout's record, with the pages.
         line: the rank's line in the schedule's table.
     """
-    if not policy.page:
+    if offload is None or offload.pages is None:
         return Pages(), Pages()
-    simulation = _PageSimulation(chunks, shape, policy)
+    simulation = _PageSimulation(chunks, shape, recompute, offload.pages, offload.in_flight)
     for step, after in zip_longest(line, line[1:]):
         if not any(action.kind in "BI" for action in actions_of(step)):
             simulation.prefetch(after)
@@ -70,15 +74,23 @@ class _PageSimulation:
     Use of pages by :class:`moefold.layers.stash.PagedStash` follows from that order alone.
     """
 
-    def __init__(self, chunks: Sequence[ChunkBlocks], shape: Shape, policy: MemoryPolicy) -> None:
-        self._in_flight = policy.in_flight
+    def __init__(
+        self,
+        chunks: Sequence[ChunkBlocks],
+        shape: Shape,
+        recompute: Modules,
+        record: OffloadToPages,
+        in_flight: int,
+    ) -> None:
+        self._in_flight = in_flight
         self._pages = list[dict[int, Pages]]()
         self._num_offloaded = list[int]()
         """Pages by layer that has any, and the number of offloaded layers, of each chunk."""
         for layers, multi_token, has_loss in chunks:
-            pages = [_block_pages(block, shape, policy) for block in (*layers, *multi_token)]
+            blocks = (*layers, *multi_token)
+            pages = [_block_pages(block, shape, recompute, record) for block in blocks]
             self._pages.append({layer: size for layer, size in enumerate(pages) if size})
-            self._num_offloaded.append(offloaded_layers(policy.spill, len(layers), has_loss))
+            self._num_offloaded.append(offloaded_layers(record.spill, len(layers), has_loss))
         self._used = Pages()
         self._host = Pages()
         self.peak = Pages()
@@ -156,14 +168,14 @@ def page_bytes(device: Pages, host: Pages, page: int) -> tuple[int, int]:
     return stored[0] + rings, stored[1]
 
 
-def _block_pages(block: Block, shape: Shape, policy: MemoryPolicy) -> Pages:
+def _block_pages(block: Block, shape: Shape, recompute: Modules, record: OffloadToPages) -> Pages:
     """Return the pages of one block's rows, by bytes per row."""
     spec = as_layer_spec(block.ffn)
     pages = Pages()
     if spec.routing is None:
         return pages
-    planned = replace(shape, room=None, load=policy.page_load).received_rows(spec.routing)
+    planned = replace(shape, room=None, load=record.load).received_rows(spec.routing)
     for part in spec.saved(shape):
-        if part.rows and part.saved and part.from_forward and part.is_saved_under(policy.recompute):
-            pages[part.bytes // part.rows] += ceil(min(planned, part.rows) / policy.page)
+        if part.rows and part.saved and part.from_forward and part.is_saved_under(recompute):
+            pages[part.bytes // part.rows] += ceil(min(planned, part.rows) / record.page)
     return pages
