@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.planner.case import Case, MemoryPolicy, Recipe, Stack
+from moefold.planner.case import Case, Recipe, Stack
 from moefold.planner.hardware import parse_cluster
+from moefold.planner.layouts import make_dispatch, make_layout
 from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.planner.published import published_model
-from moefold.planner.task import LayoutChoice, task_from_model
+from moefold.planner.task import task_from_model
 from moefold.run import Run, load_run
 from moefold.schedule.config import Interleaved
 from moefold.spec.layer import Module
@@ -71,9 +72,15 @@ def case(stack: Stack, policy: Policy, recipe: Recipe = "bf16") -> Case:
     task = replace(task, software=replace(task.software, stack=stack))
     again, away = map(frozenset, policy)
     sizes, stages = Sizes(pp=4, vpp=4, ep=64), Stages.parse("Et*4|(tttt|)*14tmL")
-    keeping = MemoryPolicy(recompute=again, offload=away)
-    choice = LayoutChoice(sizes, Interleaved(), 1, "hybrid_ep", recipe, keeping, stages)
-    return choice.build_case(task)
+    layout = make_layout(
+        sizes,
+        schedule=Interleaved(),
+        stages=stages,
+        dispatch=make_dispatch("hybrid_ep"),
+        recompute=again,
+        offload=away,
+    )
+    return task.case(layout, 1, recipe)
 
 
 def activations(stack: Stack, policy: Policy) -> float:

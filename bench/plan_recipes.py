@@ -28,10 +28,10 @@ def lines() -> Iterator[str]:
         where = parse_cluster(devices)
         if memory is not None:
             where = replace(where, device=with_memory(where.device, int(memory * GB)))
-        task, choice = task_from_run(load_run(name), where)
-        layout = PlannedLayout(choice, choice.build_case(task))
-        again = " + ".join(sorted(choice.memory_policy.recompute)) or "nothing"
-        said = f"{layout.layout}, zero {choice.memory_policy.zero}, recompute {again}"
+        task, record = task_from_run(load_run(name), where)
+        layout = PlannedLayout(task.case(record))
+        again = " + ".join(sorted(layout.case.recompute)) or "nothing"
+        said = f"{layout.layout}, zero {record.zero}, recompute {again}"
         yield (
             f"| `{name}` | {where.devices:,} {where.device.name} of {where.device.size} | {said} "
             f"| {layout.memory_gb:.1f} GB | {layout.margin_gb:.1f} GB "

@@ -59,18 +59,22 @@ class Searched:
 
     def found(self, one: FoundLayout) -> "Searched":
         """Return it with a layout that was found."""
-        choice, keeping = one.choice, one.choice.memory_policy
+        case = one.case
+        ((to_host, _), _) = case.offload.tiers
         said = [
-            choice.recipe, f"micro-batch {choice.micro_batch}", f"zero {keeping.zero}",
-            choice.schedule.name, one.case.dispatch,
-            *sorted(f"recompute {name}" for name in keeping.recompute),
-            *sorted(f"offload {name}" for name in keeping.offload),
-            *(["optimizer on the host"] if keeping.optimizer_offload else []),
-            one.case.stages.text,
-        ]  # fmt: skip
+            case.number_formats.recipe,
+            f"micro-batch {case.micro_batch}",
+            f"zero {case.layout.zero}",
+            case.schedule.name,
+            case.dispatch,
+            *sorted(f"recompute {name}" for name in case.recompute),
+            *sorted(f"offload {name}" for name in to_host),
+            *(["optimizer on the host"] if case.state.is_offloaded else []),
+            case.stages.text,
+        ]
         policies = ", ".join(said)
         seconds = float(f"{one.seconds:.4g}")
-        return replace(self, layout=str(choice.sizes), policies=policies, step_s=seconds)
+        return replace(self, layout=str(case.sizes), policies=policies, step_s=seconds)
 
 
 def laptop() -> Cluster:

@@ -21,16 +21,13 @@ from moefold.layers.config import Full, Precision, Selective
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon, Optim
-from moefold.planner.case import Case, MemoryPolicy, NumberFormats
+from moefold.parallel.config import Layout
+from moefold.planner.case import Case, NumberFormats
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank
-from moefold.schedule.config import OneFOneB
-from moefold.spec.layer import recomputed_modules
 
 LOSS_CHUNK = 1024
 MIXTURE = Moe(width=128, router=Router(experts=8, top_k=2), shared=Shared(width=128))
@@ -80,13 +77,9 @@ class Recipe:
             batch=self.micro_batch * self.micro_batches,
             micro_batch=self.micro_batch,
             cluster=Cluster(cpu_device(1e11, 1e10, 2**34), 1, 1, 1),
-            sizes=Sizes(),
-            stages=Stages.balanced(1, 1, self.layers),
-            schedule=OneFOneB(),
-            dispatch="local",
+            layout=Layout(recompute=self.recompute),
             load=1.0,
             number_formats=numbers,
-            memory_policy=MemoryPolicy(recompute=recomputed_modules(self.recompute)),
         )
 
 

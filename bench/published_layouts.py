@@ -30,8 +30,8 @@ def entry(row: Row) -> dict[str, Any]:
         "stages": case.stages.text,
         "schedule": type(case.schedule).model_fields["kind"].default,
         "dispatch": case.dispatch,
-        "recompute": sorted(case.memory_policy.recompute),
-        "zero": case.memory_policy.zero,
+        "recompute": sorted(case.recompute),
+        "zero": case.layout.zero,
         "recipe": case.number_formats.recipe,
         "multi_token": case.multi_token,
     }

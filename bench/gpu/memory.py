@@ -24,7 +24,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, NumberFormats, Software
 from moefold.planner.memory import estimate_memory
-from moefold.planner.task import TrainingTask, layout_choice
+from moefold.planner.task import TrainingTask
 from moefold.training.memory import cluster_of
 from moefold.training.memory_bench import PARTS, planned_bytes
 from moefold.training.memory_probe import Bytes, MemoryProbe, state_bytes
@@ -90,7 +90,7 @@ def case_of(trial: Trial, data: ShardedState) -> Case:
         trial.name, trial.decoder, trial.rows, trial.micro_batches, cluster_of(data.parts.world),
         NumberFormats("bf16", OPTIMIZER), load=1.0, software=Software(loss_chunk=LOSS_CHUNK),
     )  # fmt: skip
-    return layout_choice(trial.layout, 1, "bf16").build_case(task)
+    return task.case(trial.layout)
 
 
 def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:

@@ -22,8 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from moefold.data.batch import MicroBatch, assemble
 from moefold.layers.kinds.gqa import Windowed
-from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW
@@ -37,7 +35,6 @@ from moefold.planner.hardware import Machine
 from moefold.planner.time import estimate_time
 from moefold.proof.shrink import SizeRequirements, small_decoder
 from moefold.run import load_run
-from moefold.schedule.config import OneFOneB
 from moefold.training.calibrate import LOSS_CHUNK, fit_machine
 from moefold.training.step import gradients
 
@@ -299,10 +296,7 @@ def case_of(trial: Trial, machine: Machine) -> Case:
         batch=trial.micro_batches,
         micro_batch=1,
         cluster=machine.cluster,
-        sizes=Sizes(),
-        stages=Stages.balanced(1, 1, len(trial.decoder.blocks)),
-        schedule=OneFOneB(),
-        dispatch="local",
+        layout=Layout(),
         load=1.0,
         number_formats=NumberFormats("bf16", OPTIMIZER),
     )

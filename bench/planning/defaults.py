@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from planning.recipes import said
 
-from moefold.planner.case import Dispatcher, Graphs, Module, Recipe, Stack
+from moefold.planner.case import Graphs, Recipe, Stack
+from moefold.spec.layer import Module
 
 GRACE, HOPPER = ("GB200", "GB300"), ("H100", "H800", "H200")
 NATURAL_LOAD = 1.6
@@ -86,7 +87,7 @@ def recipe(row: dict[str, Any]) -> Recipe:
     return "mxfp8"
 
 
-def dispatcher(row: dict[str, Any], where: Origin) -> Dispatcher:
+def dispatcher(row: dict[str, Any], where: Origin) -> str:
     """Return how rows reach their experts."""
     text = (row.get("dispatcher") or "").lower()
     if "drop" in (row.get("routing") or "") and where.release == "25.09":

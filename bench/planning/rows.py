@@ -23,8 +23,10 @@ from planning.numbers import numbers
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder, MultiToken
-from moefold.planner.case import Case, MemoryPolicy, Overlaps, Software
+from moefold.parallel.config import Layout
+from moefold.planner.case import Case, Overlaps, Software
 from moefold.planner.hardware import parse_cluster
+from moefold.planner.layouts import make_dispatch, make_layout
 from moefold.planner.published import UndescribedModel, published_model
 from moefold.planner.time import model_flops
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
@@ -189,13 +191,9 @@ def case_of(row: dict[str, Any]) -> Case:
         batch=row["gbs"],
         micro_batch=row["mbs"],
         cluster=parse_cluster(f"{row['gpu']}x{row['num_gpus']}"),
-        sizes=sizes,
-        stages=stages,
-        schedule=schedule,
-        dispatch="local" if row["ep"] == 1 else defaults.dispatcher(row, where),
+        layout=_layout(row, where, sizes, stages, schedule),
         load=defaults.load(row),
         number_formats=numbers(row, where),
-        memory_policy=_keeping(row, where),
         software=Software(
             stack=where.stack,
             release=where.release,
@@ -212,16 +210,27 @@ def case_of(row: dict[str, Any]) -> Case:
     )
 
 
-def _keeping(row: dict[str, Any], where: defaults.Origin) -> MemoryPolicy:
-    """Return what is sharded, recomputed and moved to the host."""
+def _layout(
+    row: dict[str, Any],
+    where: defaults.Origin,
+    sizes: Sizes,
+    stages: Stages,
+    schedule: Schedule,
+) -> Layout:
+    """Return a row's layout, with what is sharded, recomputed and moved to the host."""
     share = re.search(r"optimizer CPU offload fraction (\d+)", row.get("notes") or "")
     to_host = row.get("optimizer_offload", int(share[1]) / 100 if share else 0.0)
     modules = ["experts"] if "offload fused_group" in (row.get("overlap") or "") else []
-    return MemoryPolicy(
+    kind = "local" if row["ep"] == 1 else defaults.dispatcher(row, where)
+    return make_layout(
+        sizes,
+        schedule=schedule,
+        stages=stages,
+        dispatch=make_dispatch(kind),
         zero=defaults.sharded(row, where),
         recompute=defaults.recompute(row, where),
         offload=frozenset(row.get("offload", modules)),
-        optimizer_offload=to_host,
+        host_share=to_host,
     )
 
 

@@ -113,7 +113,7 @@ def sweeps(rows: Sequence[Row]) -> dict[str, list[Row]]:
                 *shape(row.raw),
                 row.case.dispatch,
                 row.case.software.overlaps,
-                row.case.memory_policy.zero,
+                row.case.layout.zero,
             )
             for row in members
         }

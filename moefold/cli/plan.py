@@ -223,8 +223,8 @@ def _table_rows(plan: Plan) -> Iterator[tuple[str, PlannedLayout]]:
     ]
     for name, layouts in groups:
         for n, layout in enumerate(layouts):
-            if layout.choice not in seen:
-                seen.add(layout.choice)
+            if layout.identity not in seen:
+                seen.add(layout.identity)
                 yield name or f"{n + 1}", layout
 
 

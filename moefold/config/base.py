@@ -106,6 +106,22 @@ def iter_records(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, 
             yield from iter_records(item, (*path, i))
 
 
+def stated(value: Any) -> Any:
+    """Convert a record to plain data as :func:`to_dict`, without the fields that were not stated
+    when it was made; those that tell kinds of a slot apart remain.
+    """
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields.items()
+        return {
+            info.alias or name: stated(getattr(value, name))
+            for name, info in fields
+            if name in value.model_fields_set or name == "kind"
+        }
+    if isinstance(value, list | tuple):
+        return [stated(item) for item in value]
+    return to_dict(value)
+
+
 def to_dict(value: Any) -> Any:
     """Convert a record to plain data: mappings, lists and scalars, as in YAML and JSON.
 

@@ -390,6 +390,22 @@ class Offload(Record):
     in_flight: Size = 2
     """Number of layers whose activations are copied at once, in either direction."""
 
+    @property
+    def moves_layers(self) -> bool:
+        """Whether activations leave the device, and not only move to pages on it."""
+        return bool(self.host or self.disk or (self.pages and self.pages.spill))
+
+    @property
+    def tiers(self) -> tuple[tuple[frozenset[str], float], ...]:
+        """Kinds of module on the host and on disk, each with the share of offloaded layers: no kind
+        of all layers where none is stated.
+        """
+        places = (self.host, self.disk)
+        return tuple(
+            (frozenset[str](), 1.0) if place is None else (frozenset(place.modules), place.share)
+            for place in places
+        )
+
     def rules(self) -> Iterator[Violation]:
         """Require at least one place, and no kind in two places."""
         if not self.destinations:

@@ -5,6 +5,7 @@ All packages that build a part of the run read it. It imports no torch.
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -39,6 +40,11 @@ from moefold.spec.decoder import ModelNeeds
 from moefold.spec.layer import Modules, recomputed_modules
 
 MAX_VIRTUAL = 10_000
+ONE_F_ONE_B = OneFOneB()
+INTERLEAVED = Interleaved()
+"""Schedules of a layout that states none, without virtual stages and with them."""
+
+_parse_sizes = lru_cache(maxsize=4096)(Sizes.parse)
 
 
 class StatePlacement(Record):
@@ -67,6 +73,11 @@ class StatePlacement(Record):
     def is_offloaded(self) -> bool:
         """Whether any state is offloaded from the device."""
         return self.at != "device" and self.share > 0
+
+    @property
+    def offloaded_share(self) -> float:
+        """Share of the state that is offloaded from the device."""
+        return self.share if self.is_offloaded else 0.0
 
 
 class Layout(Record):
@@ -161,10 +172,7 @@ class Layout(Record):
         sizes = self.split
         recompute = self.recompute
         is_step = self.graphs == "step"
-        offload = self.offload
-        offloads = offload is not None and bool(
-            offload.host or offload.disk or (offload.pages and offload.pages.spill)
-        )
+        offloads = self.offload is not None and self.offload.moves_layers
         offloads |= isinstance(recompute, Auto) and bool(recompute.host or recompute.disk)
         reads_counts = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedShape)
         is_stochastic = any(spec.is_stochastic for spec in model.specs)
@@ -255,7 +263,7 @@ class Layout(Record):
     @property
     def resolved_schedule(self) -> Schedule:
         """The schedule; by default 1f1b, or interleaved with virtual stages."""
-        chosen = self.schedule or (Interleaved() if self.split.vpp > 1 else OneFOneB())
+        chosen = self.schedule or (INTERLEAVED if self.split.vpp > 1 else ONE_F_ONE_B)
         assert isinstance(chosen, Schedule)
         return chosen
 
@@ -297,7 +305,7 @@ class Layout(Record):
     @property
     def split(self) -> Sizes:
         """The sizes as numbers."""
-        return Sizes.parse(self.sizes)
+        return _parse_sizes(self.sizes)
 
     @property
     def split_groups(self) -> tuple[tuple[str, int], ...]:

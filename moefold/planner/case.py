@@ -8,43 +8,38 @@ counted, so that a deep model costs no more to plan.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import inf
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from moefold.config.errors import RunError
-from moefold.layers.config import Context, Offload, OffloadToPages, Ring
-from moefold.mesh.config import ORDERS, Order, Sizes
+from moefold.layers.config import Context, Offload, Ring
+from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.model.config import Block, Decoder
-from moefold.moe.dispatch.config import DISPATCH, FixedShape
+from moefold.moe.dispatch.config import FixedShape
 from moefold.optim.config import AdamW, Optim
+from moefold.parallel.config import Layout, StatePlacement
 from moefold.planner.hardware import Cluster
+from moefold.planner.layouts import dispatch_kind
 from moefold.planner.memoize import memoize
 from moefold.planner.network import even_domains
 from moefold.schedule.config import GPipe, Schedule, build_table
 from moefold.schedule.table import Table
 from moefold.spec.codes import coded_blocks
 from moefold.spec.decoder import model_needs
-from moefold.spec.layer import NOTHING, RING, Module, Modules
+from moefold.spec.layer import Modules
 
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 """Number format of matrix products; with all but ``fp32`` other operations are in bfloat16."""
-Dispatcher = Literal[
-    "local", "allgather", "alltoall", "alltoall_once", "two_level", "padded", "spread",
-    "deep_ep", "hybrid_ep", "nccl_ep",
-]  # fmt: skip
-"""Dispatchers, by the kinds of ``moe.dispatch.config``. ``deep_ep``, ``hybrid_ep`` and ``nccl_ep``
-are libraries that send rows as ``two_level`` does; ``nccl_ep`` allocates receive buffers for all
-rows of all ranks."""
 Graphs = Literal["none", "partial", "experts", "full"]
 """CUDA graphs: none, of all but dispatch, experts and combine, of experts too, or of the whole
 iteration."""
 Stack = Literal["moefold", "megatron", "automodel", "torchtitan", "deepseek"]
 """Software whose saved activations, communication and kernel launches are modelled."""
-ZERO_STAGES = (0, 1, 2, 3)
+NO_OFFLOAD = Offload()
 
 
 @dataclass(frozen=True)
@@ -74,55 +69,6 @@ class NumberFormats:
 def bytes_per_activation(recipe: str) -> int:
     """Return the bytes per element of activations with a recipe's products."""
     return 4 if recipe == "fp32" else 2
-
-
-@dataclass(frozen=True)
-class MemoryPolicy:
-    """What is sharded, recomputed or offloaded instead of being stored on each device."""
-
-    zero: int = 1
-    """ZeRO stage: 1 shards master weights and moments, 2 also gradients, 3 also weights."""
-    zero_ranks: int | None = None
-    """Number of neighbouring ranks over which ``zero`` shards; None is all copies."""
-    recompute: Modules = NOTHING
-    offload: Modules = NOTHING
-    """Modules whose activations are offloaded to the host between forward and backward."""
-    offload_share: float = 1.0
-    """Share of a chunk's layers, without the one before the loss, with offloaded activations."""
-    disk: Modules = NOTHING
-    """Modules whose activations are offloaded to a file."""
-    disk_share: float = 1.0
-    in_flight: int = 2
-    """Layers whose activations are transferred at the same time."""
-    page: int = 0
-    """Rows of a page of experts' saved rows; 0 stores them without pages."""
-    page_load: float = 1.0
-    """Rows for which there are pages, over the mean."""
-    spill: float = 0.0
-    """Share of a chunk's layers, without the one before the loss, with pages moved to the host."""
-    optimizer_offload: float = 0.0
-    """Share of master weights and moments that is stored on the host or on disk."""
-    state_step: Literal["device", "host"] | None = None
-    """What updates offloaded state, as in ``layout.state``; None is the host in other software."""
-    state_on_disk: bool = False
-
-    @cached_property
-    def pages(self) -> OffloadToPages | None:
-        """Pages of experts' saved rows, as in a run file."""
-        pages = {"page": self.page, "load": self.page_load, "spill": self.spill}
-        return OffloadToPages(**pages) if self.page else None
-
-    def __post_init__(self) -> None:
-        """Check stage, module names and shares."""
-        if self.zero not in ZERO_STAGES:
-            raise ValueError(f"zero {self.zero}: must be one of {ZERO_STAGES}")
-        for name in ("recompute", "offload", "disk"):
-            unknown = sorted(getattr(self, name) - {*get_args(Module)})
-            if unknown:
-                raise ValueError(f"{name} {unknown}: must be among {', '.join(get_args(Module))}")
-        for name in ("offload_share", "disk_share", "spill", "optimizer_offload"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)}: must be a share from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -244,21 +190,12 @@ class Case:
     """Sequences per micro-batch."""
     cluster: Cluster
     """Its devices are the ranks."""
-    sizes: Sizes
-    stages: Stages
-    schedule: Schedule
-    dispatch: Dispatcher
+    layout: Layout
+    """As a run file states it."""
     load: float
     """Rows of the most loaded expert rank over the mean, with clones; 1 is forced balance."""
     number_formats: NumberFormats = NumberFormats()
-    memory_policy: MemoryPolicy = MemoryPolicy()
     software: Software = Software()
-    context: Context = RING
-    order: Order = ORDERS[0]
-    max_rows: int | None = None
-    """Room of a dispatcher with fixed shapes; None is as much as ``load`` needs."""
-    clones: int = 0
-    """Slots per rank for clones of experts."""
 
     def __post_init__(self) -> None:
         """Check that a run could have these values."""
@@ -284,6 +221,57 @@ class Case:
             for violation in self.context.violations(self.sizes, heads):
                 raise ValueError(f"layout.context: {violation.rule}")
 
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of the layout's axes."""
+        return self.layout.split
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule."""
+        return self.layout.resolved_schedule
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Contents of the pipeline's stages."""
+        if self.layout.stages is not None:
+            return parse_stages(self.layout.stages)
+        layers = layer_counts(self.decoder)
+        mapping = self.schedule.stage_mapping
+        return balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, mapping)
+
+    @property
+    def context(self) -> Context:
+        """How attention reads rows of other context ranks."""
+        context = self.layout.context
+        assert isinstance(context, Context)
+        return context
+
+    @property
+    def dispatch(self) -> str:
+        """Kind of the dispatcher; ``local`` where each rank has all experts."""
+        return "local" if self.sizes.ep * self.sizes.etp == 1 else dispatch_kind(self.layout)
+
+    @cached_property
+    def recompute(self) -> Modules:
+        """Kinds of module that backward recomputes."""
+        return self.layout.recomputed
+
+    @property
+    def offload(self) -> Offload:
+        """Where activations are stored between forward and backward."""
+        return self.layout.offload or NO_OFFLOAD
+
+    @property
+    def state(self) -> StatePlacement:
+        """Where master weights and moments are stored."""
+        return self.layout.state
+
+    @property
+    def clones(self) -> int:
+        """Slots per rank for clones of experts."""
+        return 0 if self.layout.clones is None else self.layout.clones.slots
+
     @property
     def world(self) -> int:
         """Number of ranks."""
@@ -292,7 +280,7 @@ class Case:
     @cached_property
     def folding(self) -> Folding:
         """The attention and expert grids over the ranks."""
-        return Folding(self.sizes, self.world, self.order)
+        return Folding(self.sizes, self.world, self.layout.order)
 
     @property
     def num_expert_domains(self) -> int:
@@ -301,11 +289,10 @@ class Case:
 
     @property
     def fixed_dispatch(self) -> FixedShape | None:
-        """The dispatcher's record with ``max_rows`` if it has fixed shapes, else None."""
-        record = DISPATCH.kinds[self.dispatch]
-        if self.max_rows is None or not issubclass(record, FixedShape):
-            return None
-        return record.model_validate({"max_rows": self.max_rows})
+        """The dispatcher's record if it has fixed shapes and stated room, else None."""
+        dispatch = self.layout.dispatch
+        sends = self.dispatch != "local"
+        return dispatch if sends and isinstance(dispatch, FixedShape) else None
 
     @property
     def has_partial_graphs(self) -> bool:
@@ -342,6 +329,8 @@ class Case:
 
 schedule_table = memoize(512)(build_table)
 """A schedule's table, cached."""
+balanced_stages = lru_cache(maxsize=4096)(Stages.balanced)
+parse_stages = lru_cache(maxsize=4096)(Stages.parse)
 
 
 def equivalent_micro_batches(schedule: Schedule, p: int, m: int) -> int:
@@ -355,17 +344,3 @@ def equivalent_micro_batches(schedule: Schedule, p: int, m: int) -> int:
     if m <= warm_up + period or isinstance(schedule, GPipe):
         return m
     return warm_up + (m - warm_up) % period
-
-
-def offload_fields(record: Offload | None) -> dict[str, Any]:
-    """Return the fields of :class:`MemoryPolicy` for a run file's offloaded activations."""
-    if record is None:
-        return {}
-    fields: dict[str, Any] = {"in_flight": record.in_flight}
-    if record.host is not None:
-        fields |= {"offload": frozenset(record.host.modules), "offload_share": record.host.share}
-    if record.disk is not None:
-        fields |= {"disk": frozenset(record.disk.modules), "disk_share": record.disk.share}
-    if (pages := record.pages) is not None:
-        fields |= {"page": pages.page, "page_load": pages.load, "spill": pages.spill}
-    return fields

@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moefold.planner.task import LayoutChoice, TrainingTask
+from moefold.planner.case import Case
+from moefold.planner.task import TrainingTask
 from moefold.planner.time import estimate_time
 
 DAY = 86400.0
@@ -130,22 +131,26 @@ class ScalingPoint:
 
 def scaling_curve(
     task: TrainingTask,
-    choice: LayoutChoice,
+    case: Case,
     kind: Literal["strong", "weak"],
     faults: Faults = Faults(),
 ) -> list[ScalingPoint]:
-    """Return a layout's points on its smallest number of devices, doubled up to ``MAX_DEVICES``."""
+    """Return the points of a case's layout on its smallest number of devices, doubled up to
+    ``MAX_DEVICES``.
+    """
     points = list[ScalingPoint]()
-    devices = choice.sizes.smallest_world
+    sizes = case.sizes
+    devices = sizes.smallest_world
     while devices <= MAX_DEVICES:
-        data_ranks = devices // (choice.sizes.tp * choice.sizes.cp * choice.sizes.pp)
-        multiple = data_ranks * choice.micro_batch
+        data_ranks = devices // (sizes.tp * sizes.cp * sizes.pp)
+        multiple = data_ranks * case.micro_batch
         scaled = max(1, round(task.batch * devices / task.cluster.devices / multiple)) * multiple
         batch = task.batch if kind == "strong" else scaled
         scaled_task = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
         # No point where a data rank has too few micro-batches for the layout or the schedule.
         with suppress(ValueError):
-            step = estimate_time(choice.build_case(scaled_task))
+            recipe = case.number_formats.recipe
+            step = estimate_time(scaled_task.case(case.layout, case.micro_batch, recipe))
             expected = goodput(devices, faults)
             speed = batch * task.seq / step.seconds
             points.append(

@@ -15,7 +15,7 @@ from math import inf
 from operator import add, mul
 from typing import NamedTuple
 
-from moefold.layers.config import Offload, offloaded_layers
+from moefold.layers.config import offloaded_layers
 from moefold.mesh.folding import ATTENTION, EXPERTS, GROUP_KINDS
 from moefold.mesh.grid import Grid
 from moefold.planner.case import (
@@ -161,7 +161,7 @@ def _rank_memory(case: Case, rank: int) -> StageMemory:
     ]
     actions.append(ActionMemory("step", 0.0, 0.0, stage.state_update, stage.state.gradients))
     fragmentation = software_overheads(case.cluster.device).fragmentation
-    tier = "disk" if case.memory_policy.state_on_disk else "host"
+    tier = "disk" if case.state.at == "disk" else "host"
     return StageMemory(rank, stage.state, software_bytes(case), fragmentation, tuple(actions), tier)
 
 
@@ -255,14 +255,14 @@ class StageBytes(NamedTuple):
     def saved_before(self, action: RunningAction) -> tuple[float, float]:
         """Return activations, and operands of deferred products, before an action."""
         activations = sum(map(mul, action.saved, self.saved))
-        operands = sum(map(mul, action.deferred, self.deferred))
+        operands = sum(map(mul, action.deferred, self.deferred)) if any(action.deferred) else 0.0
         if action.backward is not None and action.frees_activations:
             activations += self.chunks[action.backward].prefetched
         return activations, operands
 
     def gradients_before(self, action: RunningAction) -> float:
         """Return the gradients that are allocated before an action."""
-        begun = (self.chunks[chunk].first_gradients for chunk in action.with_gradients)
+        begun = [self.chunks[chunk].first_gradients for chunk in action.with_gradients]
         # Only the last chunk can have the head.
         head = self.chunks[-1].head_gradients
         if head and not action.has_begun(len(self.chunks) - 1):
@@ -330,13 +330,13 @@ def _chunk_estimator(case: Case) -> ChunkEstimator:
     shape = layer_shape(case)
     # A CPU holds logits and their logarithms in fp32; GPU kernels replace logits by their gradient.
     logit = 8 if overheads is CPU_OVERHEADS else shape.width
-    return _cached_estimator(case.decoder, shape, sharding, case.memory_policy, graphs, rows, logit)
+    policy = (case.recompute, case.offload)
+    return _cached_estimator(case.decoder, shape, sharding, *policy, graphs, rows, logit)
 
 
 def offload_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers by chunk, in order; empty if nothing is offloaded."""
-    policy = case.memory_policy
-    if not (policy.offload or policy.disk or policy.spill):
+    if not case.offload.moves_layers:
         return [()] * len(case.contents.chunks[rank])
     return layer_order(case, rank)
 
@@ -359,10 +359,8 @@ def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
         layers = [blocks[order[part.index]] for part in parts if part.kind == "layer"]
         ahead = [blocks[order[main + part.index]] for part in parts if part.kind == "multi_token"]
         chunks.append(ChunkBlocks(layers, ahead, any(part.kind == "loss" for part in parts)))
-    policy = case.memory_policy
-    offload = Offload.model_construct(pages=policy.pages, in_flight=policy.in_flight)
     line = case.table.lines[rank]
-    return count_pages(chunks, layer_shape(case), policy.recompute, offload, line)
+    return count_pages(chunks, layer_shape(case), case.recompute, case.offload, line)
 
 
 def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) -> StageBytes:
@@ -372,8 +370,8 @@ def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) 
     orders = offload_order(case, rank)
     chunks = list(map(estimator.chunk_bytes, case.contents.chunks[rank], orders))
     state = estimator.states.rank_state(contents)
-    if case.memory_policy.page:
-        device, host = page_bytes(*rank_pages(case, rank), case.memory_policy.page)
+    if (pages := case.offload.pages) is not None:
+        device, host = page_bytes(*rank_pages(case, rank), pages.page)
         state = replace(state, pages=device, offloaded_pages=host)
     state, chunks, passes = add_graph_memory(case, rank, state, chunks)
     if contents.embedding and len(chunks) > 1 and (contents.multi_token or case.decoder.tied):
@@ -384,8 +382,8 @@ def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) 
     lasting_gradients = state.gradients - allocated
     saved = [chunk.saved for chunk in chunks]
     deferred = [chunk.deferred for chunk in chunks]
-    on_device = case.memory_policy.state_step == "device"
-    state_update = estimator.states.update_peak(contents) if on_device else 0.0
+    fetched = case.state.is_offloaded and case.state.step == "device"
+    state_update = estimator.states.update_peak(contents) if fetched else 0.0
     return StageBytes(state, chunks, saved, deferred, lasting_gradients, state_update, passes)
 
 
@@ -408,7 +406,8 @@ def add_graph_memory(
         max(step.saved[chunk] + step.deferred[chunk] + (step.forward == chunk) for step in actions)
         for chunk in range(len(chunks))
     )
-    inputs = shape, case.memory_policy, captured == "experts", ahead
+    paged = case.offload.pages is not None
+    inputs = shape, case.recompute, paged, captured == "experts", ahead
     orders = ([blocks[kind] for kind in order] for order in layer_order(case, rank))
     static = [chunk_static_bytes(order, *inputs) for order in orders]
     defers = any(action.kind == "W" for action in actions)
@@ -489,18 +488,21 @@ def _activations_by_name(
     """
     sizes = Counter[str]()
     (blocks, _) = distinct_blocks(case.decoder)
-    policy = case.memory_policy
+    offload = case.offload
+    pages = offload.pages
     for kind, count in contents.layers:
         for tensor in saved_tensors_of(case, blocks[kind]):
-            if tensor.is_saved_under(policy.recompute):
-                sizes[tensor.name] += unpaged(tensor, policy.pages).bytes * count
-    for kind in order[: offloaded_layers(policy.spill, len(order), contents.loss)]:
+            if tensor.is_saved_under(case.recompute):
+                sizes[tensor.name] += unpaged(tensor, pages).bytes * count
+    spilled = 0.0 if pages is None else pages.spill
+    for kind in order[: offloaded_layers(spilled, len(order), contents.loss)]:
         for tensor in saved_tensors_of(case, blocks[kind]):
-            if tensor.is_saved_under(policy.recompute) and tensor.rows and tensor.saved:
-                sizes[tensor.name] += unpaged(tensor, policy.pages).bytes
-    for tier, share in enumerate((policy.offload_share, policy.disk_share)):
+            if tensor.is_saved_under(case.recompute) and tensor.rows and tensor.saved:
+                sizes[tensor.name] += unpaged(tensor, pages).bytes
+    for tier, (_, share) in enumerate(offload.tiers):
         for kind in order[: offloaded_layers(share, len(order), contents.loss)]:
-            for tensor in offloaded_tensors(saved_tensors_of(case, blocks[kind]), policy)[tier]:
+            saved = saved_tensors_of(case, blocks[kind])
+            for tensor in offloaded_tensors(saved, case.recompute, offload)[tier]:
                 sizes[tensor.name] -= tensor.bytes
     sizes[OUTSIDE_LAYERS] = round(total) - sizes.total()
     return sizes

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple
 
-from moefold.layers.config import offloaded_layers
+from moefold.layers.config import Offload, OffloadToPages, offloaded_layers
 from moefold.mesh.shares import largest_share
 from moefold.model.config import Block, Decoder
-from moefold.planner.case import MemoryPolicy, StageContents, distinct_blocks
+from moefold.planner.case import StageContents, distinct_blocks
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_saved import (
     INPUT_CODE_BYTES,
@@ -18,7 +18,7 @@ from moefold.planner.memory_saved import (
 )
 from moefold.planner.memory_state import StateSharding, state_estimator
 from moefold.planner.time_data import collective_counter
-from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, as_layer_spec
+from moefold.spec.layer import INDEX, STATISTIC, Modules, Saved, Shape, as_layer_spec
 from moefold.spec.pages import unpaged
 
 
@@ -51,12 +51,13 @@ class ChunkBytes(NamedTuple):
 
 
 def offloaded_tensors(
-    tensors: Iterable[Saved], policy: MemoryPolicy
+    tensors: Iterable[Saved], recompute: Modules, offload: Offload
 ) -> tuple[list[Saved], list[Saved]]:
     """Return the saved tensors of an offloaded block that go to the host and to disk."""
-    movable = [t for t in tensors if t.is_saved_under(policy.recompute) and t.saved]
-    host = [tensor for tensor in movable if tensor.module in policy.offload]
-    return host, [tensor for tensor in movable if tensor.module in policy.disk]
+    movable = [t for t in tensors if t.is_saved_under(recompute) and t.saved]
+    (to_host, _), (to_disk, _) = offload.tiers
+    host = [tensor for tensor in movable if tensor.module in to_host]
+    return host, [tensor for tensor in movable if tensor.module in to_disk]
 
 
 class ChunkEstimator:
@@ -67,7 +68,8 @@ class ChunkEstimator:
         decoder: Decoder,
         shape: Shape,
         sharding: StateSharding,
-        policy: MemoryPolicy,
+        recompute: Modules,
+        offload: Offload,
         graphs: float,
         rows: int,
         logit: int,
@@ -75,7 +77,8 @@ class ChunkEstimator:
         """Store the inputs; a chunk of logits has ``rows`` rows and ``logit`` bytes per element."""
         self.decoder = decoder
         self.shape = shape
-        self.policy = policy
+        self.recompute = recompute
+        self.offload = offload
         self.graphs = graphs
         self.blocks, _ = distinct_blocks(decoder)
         self.loss_rows = min(rows, shape.piece)
@@ -98,14 +101,16 @@ class ChunkEstimator:
         # Other stacks save all logits between forward and backward, and a second time in fp32.
         all_logits = shape.piece * columns * (shape.width + 4)
         logits = shape.hidden_bytes if self.stack == "moefold" else all_logits
-        inputs = shape, self.stack, self.recipe, self.policy
+        pages = self.offload.pages
+        inputs = shape, self.stack, self.recipe, self.recompute, pages
         layers = [(_block_bytes(self.blocks[kind], *inputs), count) for kind, count in stage.layers]
         fullest, forward, backward = (
             max((layer[part] for layer, _ in layers), default=0.0) for part in range(3)
         )
         saved = sum(layer[0] * count for layer, count in layers)
-        num_offloaded = offloaded_layers(self.policy.spill, len(order), stage.loss)
-        saved += sum(map(self._page_index_bytes, order[:num_offloaded]))
+        if pages is not None:
+            num_offloaded = offloaded_layers(pages.spill, len(order), stage.loss)
+            saved += sum(self._page_index_bytes(kind, pages) for kind in order[:num_offloaded])
         deferred = sum(layer[3] * count for layer, count in layers)
         if lookups := stage.embedding + stage.multi_token:
             # Under tp: indices into the rank's share, a mask of its rows, and all rows' gradients.
@@ -118,7 +123,7 @@ class ChunkEstimator:
         if self.stack != "moefold":
             # The joined pair of rows and the norms before and after it.
             saved += stage.multi_token * 5 * shape.hidden_bytes
-        elif "block" in self.policy.recompute:
+        elif "block" in self.recompute:
             # Without recompute, the norm of the block before saves the input of each but the first.
             reads = [layer.reads for layer in self.decoder.multi_token[1:]] if stage.loss else []
             saved += reads.count("residual") * shape.hidden_bytes
@@ -144,8 +149,8 @@ class ChunkEstimator:
 
         Other stacks offload a share of each layer.
         """
-        policy = self.policy
-        shares = policy.offload_share, policy.disk_share
+        shares = [share for _, share in self.offload.tiers]
+        in_flight = self.offload.in_flight
         if self.stack != "moefold" or not order:
             sent = [(self._block_offload(kind), count) for kind, count in stage.layers]
             host, disk = (
@@ -159,22 +164,21 @@ class ChunkEstimator:
             for to, share in enumerate(shares)
         )
         sizes = [sum(pair) for pair in zip_longest(host, disk, fillvalue=0.0)]
-        prefetched = sum(sizes[max(len(sizes) - policy.in_flight, 0) :])
-        in_transfer = min(policy.in_flight + 1, len(sizes)) * max(sizes, default=0.0)
+        prefetched = sum(sizes[max(len(sizes) - in_flight, 0) :])
+        in_transfer = min(in_flight + 1, len(sizes)) * max(sizes, default=0.0)
         return (sum(host), sum(disk)), prefetched, in_transfer
 
     def _block_offload(self, kind: int) -> tuple[float, float]:
         """Return the bytes that an offloaded block sends to host and disk."""
         tensors = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
-        host, disk = (sum(t.bytes for t in to) for to in offloaded_tensors(tensors, self.policy))
+        tiers = offloaded_tensors(tensors, self.recompute, self.offload)
+        host, disk = (sum(tensor.bytes for tensor in tier) for tier in tiers)
         return host, disk
 
-    def _page_index_bytes(self, kind: int) -> float:
+    def _page_index_bytes(self, kind: int, pages: OffloadToPages) -> float:
         """Return the extra bytes on the device of a block whose pages are offloaded to the host."""
         tensors = saved_tensors(self.blocks[kind], self.shape, self.stack, self.recipe)
-        policy = self.policy
-        saved = (tensor for tensor in tensors if tensor.is_saved_under(policy.recompute))
-        pages = policy.pages
+        saved = (tensor for tensor in tensors if tensor.is_saved_under(self.recompute))
         return sum(unpaged(t, pages, True).bytes - unpaged(t, pages).bytes for t in saved)
 
     def _first_gradients(self, stage: StageContents) -> tuple[float, float]:
@@ -182,7 +186,7 @@ class ChunkEstimator:
 
         Moefold frees gradients when a step begins; other stacks keep their buffers.
         """
-        if self.stack != "moefold" or self.policy.zero > 1:
+        if self.stack != "moefold" or self.sharding.zero > 1:
             return 0.0, 0.0
         head = "embedding" if self.decoder.tied else "head"
         return (
@@ -192,7 +196,7 @@ class ChunkEstimator:
 
     def table_gradients(self, stage: StageContents) -> float:
         """Return the bytes of the embedding's gradient, if the backward of a chunk allocates it."""
-        if self.stack != "moefold" or self.policy.zero > 1 or (stage.loss and self.decoder.tied):
+        if self.stack != "moefold" or self.sharding.zero > 1 or (stage.loss and self.decoder.tied):
             return 0.0
         lookups = stage.embedding or stage.multi_token
         return self.states.part_state("embedding").gradients if lookups else 0.0
@@ -224,15 +228,20 @@ def two_largest(sizes: list[float]) -> float:
 
 @memoize(1 << 12)
 def _block_bytes(
-    block: Block, shape: Shape, stack: str, recipe: str, policy: MemoryPolicy
+    block: Block,
+    shape: Shape,
+    stack: str,
+    recipe: str,
+    recompute: Modules,
+    pages: OffloadToPages | None,
 ) -> tuple[float, float, float, float]:
     """Return a block's saved activations, the temporaries of its forward and its backward
     (activation and output, gradients in a feed-forward, recomputed tensors), and the operands of
     its deferred weight-gradient products.
     """
     tensors = saved_tensors(block, shape, stack, recipe)
-    stored = [tensor for tensor in tensors if tensor.is_saved_under(policy.recompute)]
-    saved = sum(unpaged(tensor, policy.pages).bytes for tensor in stored)
+    stored = [tensor for tensor in tensors if tensor.is_saved_under(recompute)]
+    saved = sum(unpaged(tensor, pages).bytes for tensor in stored)
     recomputed = sum(tensor.bytes for tensor in tensors) - saved
     spec = as_layer_spec(block.ffn)
     rows = shape.piece
@@ -252,7 +261,7 @@ def _block_bytes(
         elements = local_expert_elements(spec, shape) * (1 + clones)
         forward += elements * shape.width
         backward += elements * (shape.width + 2 * STATISTIC)
-    operands = deferred_operands(block, shape, policy.recompute & SHARED_AGAIN)
+    operands = deferred_operands(block, shape, recompute & SHARED_AGAIN)
     deferred = sum(tensor.bytes for tensor in operands)
     if stack != "moefold":
         deferred *= INPUT_CODE_BYTES.get(recipe, shape.width) / shape.width

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moefold.model.config import Block
-from moefold.planner.case import MemoryPolicy
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_saved import saved_tensors
-from moefold.spec.layer import INDEX, STATISTIC, Shape, as_layer_spec
+from moefold.spec.layer import INDEX, STATISTIC, Modules, Shape, as_layer_spec
 
 ROW_BYTES = 4 * INDEX + 1
 """Bytes per row of a micro-batch: its id, label, position and number, and whether it is valid."""
@@ -36,10 +35,12 @@ class StaticBytes(NamedTuple):
 
 
 @memoize(1 << 10)
-def static_bytes(block: Block, shape: Shape, policy: MemoryPolicy, fixed: bool) -> StaticBytes:
+def static_bytes(
+    block: Block, shape: Shape, recompute: Modules, paged: bool, fixed: bool
+) -> StaticBytes:
     """Return the static bytes of a block's graphs; ``fixed``: experts have graphs too."""
     spec = as_layer_spec(block.ffn)
-    forwards = 1 + ("block" in policy.recompute)
+    forwards = 1 + ("block" in recompute)
     balance = getattr(spec, "balance", ())
     losses = sum(getattr(term, "coefficient", 0) > 0 for term in balance) * STATISTIC
     routing = spec.routing
@@ -49,8 +50,8 @@ def static_bytes(block: Block, shape: Shape, policy: MemoryPolicy, fixed: bool) 
     saved = sum(
         tensor.bytes
         for tensor in saved_tensors(block, shape)
-        if tensor.name in names and tensor.saved and tensor.is_saved_under(policy.recompute)
-        if not (policy.page and tensor.rows)
+        if tensor.name in names and tensor.saved and tensor.is_saved_under(recompute)
+        if not (paged and tensor.rows)
     )
     copies = shape.rows * routing.top_k
     width = routing.width or shape.hidden
@@ -72,18 +73,25 @@ def static_bytes(block: Block, shape: Shape, policy: MemoryPolicy, fixed: bool) 
 
 
 def chunk_static_bytes(
-    blocks: Sequence[Block], shape: Shape, policy: MemoryPolicy, fixed: bool, ahead: int
+    blocks: Sequence[Block],
+    shape: Shape,
+    recompute: Modules,
+    paged: bool,
+    fixed: bool,
+    ahead: int,
 ) -> tuple[float, float]:
     """Return bytes of a chunk's static tensors for one pass, and the part saved for backward.
 
     Args:
         blocks: blocks of the chunk, in order.
-        policy: what is recomputed; recompute of whole blocks has graphs of its own.
+        shape: sizes of the rank.
+        recompute: kinds of module that are recomputed; whole blocks have graphs of their own.
+        paged: whether experts' rows are saved in pages.
         fixed: whether experts get the same number of rows in each pass.
         ahead: further tokens that a row predicts.
     """
-    forwards = 1 + ("block" in policy.recompute)
-    static = [static_bytes(block, shape, policy, fixed) for block in blocks]
+    forwards = 1 + ("block" in recompute)
+    static = [static_bytes(block, shape, recompute, paged, fixed) for block in blocks]
     size = micro_batch_bytes(shape, ahead) + sum(block.internal for block in static)
     if not static:
         return size, 0.0

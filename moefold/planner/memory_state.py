@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from moefold.model.config import Decoder
 from moefold.planner.case import Case, NumberFormats, StageContents, distinct_blocks
+from moefold.planner.layouts import OptimizerOnHost
 from moefold.planner.memoize import memoize
 from moefold.spec.codes import CodedWeight, history_bytes, weight_bytes, with_codes
 from moefold.spec.decoder import block_weights, embedding_weight, final_norm_weight, head_weight
@@ -97,11 +98,14 @@ class StateSharding(NamedTuple):
         """Return the sharding of a case."""
         sizes = case.sizes
         folding = case.folding
-        policy = case.memory_policy
+        layout = case.layout
+        share = layout.state.offloaded_share
+        # Without offloaded state nothing asks for it.
+        resident = share > 0 and not isinstance(layout.state, OptimizerOnHost)
         return cls(
             (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp,
-            case.number_formats, policy.zero, policy.zero_ranks, 1 - policy.optimizer_offload,
-            case.software.stack, policy.state_step is not None,
+            case.number_formats, layout.zero, layout.zero_ranks, 1 - share,
+            case.software.stack, resident,
         )  # fmt: skip
 
     def shards_and_replicas(self, expert: bool) -> tuple[int, int]:

@@ -99,29 +99,30 @@ FIGURES = (
 
 def _layout_json(layout: PlannedLayout) -> dict[str, Any]:
     case = layout.case
-    choice = layout.choice
+    record = case.layout
+    state = record.state
     time = layout.time
     memory = layout.memory
-    policy = choice.memory_policy
+    (to_host, _), (to_disk, _) = case.offload.tiers
     return {
         **{name: getattr(layout, name) for name in FIGURES},
-        "sizes": {**dict(choice.sizes), "dp": case.folding.dp, "edp": case.folding.edp},
-        "micro_batch": choice.micro_batch,
+        "sizes": {**dict(case.sizes), "dp": case.folding.dp, "edp": case.folding.edp},
+        "micro_batch": case.micro_batch,
         "micro_batches": case.num_micro_batches,
-        "schedule": choice.schedule.name,
+        "schedule": case.schedule.name,
         "stages": case.stages.text,
-        "precision": choice.recipe,
+        "precision": layout.recipe,
         "dispatch": case.dispatch,
-        "max_rows": choice.max_rows,
-        "clones": choice.clones,
-        "graphs": choice.graphs,
-        "zero": policy.zero,
-        "recompute": sorted(policy.recompute),
-        "offload": sorted(policy.offload),
-        "disk": sorted(policy.disk),
+        "max_rows": case.fixed_dispatch.max_rows if case.fixed_dispatch else None,
+        "clones": case.clones,
+        "graphs": record.graphs,
+        "zero": record.zero,
+        "recompute": sorted(case.recompute),
+        "offload": sorted(to_host),
+        "disk": sorted(to_disk),
         "away_gb": {name: size / GB for name, size in memory.offloaded_activations.items()},
-        "optimizer_offload": policy.optimizer_offload,
-        "state_step": policy.state_step,
+        "optimizer_offload": state.offloaded_share,
+        "state_step": layout.state_step,
         "uncertainty": time.uncertainty,
         "not_yet": list(layout.unsupported),
         "fullest_rank": memory.rank,
@@ -164,7 +165,7 @@ def page_data(plan: Plan, tokens: float) -> dict[str, Any]:
         scaling = {
             kind: [
                 vars(point) | {"save_every_s": finite_or_none(point.save_every_s)}
-                for point in scaling_curve(plan.task, recommended.choice, kind, plan.faults)
+                for point in scaling_curve(plan.task, recommended.case, kind, plan.faults)
             ]
             for kind in SCALINGS
         }

@@ -12,14 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moefold.config.base import to_dict
+from moefold.config.base import stated, to_dict
 from moefold.config.errors import RunError, Violation, dotted
-from moefold.layers.config import MAX_SIZE
-from moefold.moe.dispatch.config import DISPATCH, FixedShape
+from moefold.layers.config import MAX_SIZE, Full
+from moefold.mesh.pipeline import Stages
 from moefold.parallel.config import Layout
-from moefold.planner.case import Case
+from moefold.planner.case import Case, Recipe
 from moefold.planner.goodput import Faults, Goodput, Price, RunCost, goodput, run_cost
 from moefold.planner.hardware import Cluster, parse_cluster, with_memory
+from moefold.planner.layouts import OptimizerOnHost, make_recompute, unsupported
 from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
 from moefold.planner.published import find_model, published_entries, published_model
 from moefold.planner.search import Search
@@ -28,7 +29,6 @@ from moefold.planner.search_space import SearchSpace, full_space, trainable_spac
 from moefold.planner.task import (
     DEFAULT_LOAD,
     DEFAULT_SEQ,
-    LayoutChoice,
     PublishedLayout,
     TrainingTask,
     published_layouts,
@@ -44,6 +44,8 @@ from moefold.spec.quantised import legal_rows_setting
 GB = 1e9
 MAX_NUMBER = 1e18
 """Bound of every number that a plan is given."""
+OWN = "run"
+"""Origin of a run's own layout."""
 SEPARATE_MULTI_TOKEN = "multi-token layers on another stage than the loss"
 MEMORY_ERROR = 0.1
 """Largest relative error of planned memory in measured runs; see docs/plan.md."""
@@ -53,7 +55,6 @@ MEMORY_ERROR = 0.1
 class PlannedLayout:
     """One layout with its planned memory, step time and throughput."""
 
-    choice: LayoutChoice
     case: Case = field(repr=False)
     source: str = ""
     """Origin: the run, the search, or a publication."""
@@ -73,29 +74,60 @@ class PlannedLayout:
     @property
     def layout(self) -> str:
         """Sizes in the notation of run files."""
-        return str(self.choice.sizes)
+        return str(self.case.sizes)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Number format of matrix products."""
+        return self.case.number_formats.recipe
+
+    @property
+    def state_step(self) -> str | None:
+        """What updates offloaded state; None if nothing is offloaded, or in other software."""
+        state = self.case.layout.state
+        ours = state.is_offloaded and not isinstance(state, OptimizerOnHost)
+        return state.step if ours else None
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells it from other layouts of its task, however it is stated."""
+        case = self.case
+        layout = case.layout
+        is_local = case.dispatch == "local"
+        update = {
+            "sizes": case.sizes.text,
+            "schedule": case.schedule,
+            "recompute": None,
+            "dispatch": None if is_local else layout.dispatch,
+            "experts": "auto",
+        }
+        # A run's own layout without exchanges is listed though a search has found it too.
+        own = is_local and self.source == OWN
+        formats = (case.micro_batch, self.recipe, case.recompute, own)
+        return layout.model_copy(update=update), *formats
 
     @property
     def policies(self) -> str:
         """What the layout does besides its sizes, in words."""
-        choice = self.choice
-        policy = self.choice.memory_policy
-        sizes = self.choice.sizes
-        tier = "disk" if policy.state_on_disk else "host"
-        modules = policy.recompute, policy.offload, policy.disk
+        case = self.case
+        layout = case.layout
+        state = layout.state
+        (to_host, _), (to_disk, _) = case.offload.tiers
+        modules = (case.recompute, to_host, to_disk)
         recomputed, offloaded, on_disk = ("+".join(sorted(names)) for names in modules)
+        dispatch = case.fixed_dispatch
         applies = {
-            f"micro-batch {choice.micro_batch}, {choice.recipe}, zero {policy.zero}": True,
-            choice.schedule.name: sizes.pp > 1 or choice.schedule.overlaps_passes,
-            choice.dispatch: sizes.ep * sizes.etp > 1,
-            f"max_rows {choice.max_rows}": self.case.fixed_dispatch,
-            f"clones {choice.clones}": choice.clones,
-            f"graphs {choice.graphs}": choice.graphs != "none",
+            f"micro-batch {case.micro_batch}, {self.recipe}, zero {layout.zero}": True,
+            case.schedule.name: case.sizes.pp > 1 or case.schedule.overlaps_passes,
+            case.dispatch: case.dispatch != "local",
+            f"max_rows {dispatch.max_rows if dispatch else None}": dispatch is not None,
+            f"clones {case.clones}": case.clones,
+            f"graphs {layout.graphs}": layout.graphs != "none",
             f"recompute {recomputed}": recomputed,
             f"offload {offloaded}": offloaded,
             f"{on_disk} on disk": on_disk,
-            f"optimizer on the {tier}": policy.optimizer_offload,
-            f"updated by the {policy.state_step}": policy.state_step,
+            f"optimizer on the {state.at}": state.is_offloaded,
+            f"updated by the {self.state_step}": self.state_step,
         }
         return ", ".join(text for text, applicable in applies.items() if applicable)
 
@@ -150,13 +182,13 @@ class PlannedLayout:
         beside_loss = self.case.stages.letters[-1].count("m")
         more = [] if self.case.multi_token == beside_loss else [SEPARATE_MULTI_TOKEN]
         if self.case.decoder.quantise is not None and self.quantised_rows is None:
-            more.append(f"precision {self.choice.recipe}")
-        return (*self.choice.unsupported, *untrained_kinds(self.case.decoder), *more)
+            more.append(f"precision {self.recipe}")
+        return (*unsupported(self.case.layout), *untrained_kinds(self.case.decoder), *more)
 
     @property
     def quantised_rows(self) -> str | None:
         """Which rows share blocks of codes; None where training cannot run the recipe here."""
-        return legal_rows_setting(self.case.decoder, self.choice.sizes, self.case.seq)
+        return legal_rows_setting(self.case.decoder, self.case.sizes, self.case.seq)
 
 
 @dataclass(frozen=True)
@@ -196,7 +228,7 @@ class Plan:
     @property
     def graphs(self) -> str:
         """CUDA graphs of the run's own layout, or of the task's software without one."""
-        return self.given.choice.graphs if self.given else self.task.software.cuda_graphs
+        return self.given.case.layout.graphs if self.given else self.task.software.cuda_graphs
 
     @property
     def run_file(self) -> dict[str, Any] | None:
@@ -224,7 +256,7 @@ class Plan:
     def changes(self) -> tuple[LayoutChange, ...]:
         """Suggested changes to the given layout, else to the recommended one, best first."""
         shown = self.given or self.recommended
-        return suggest_changes(self.task, shown.choice) if shown else ()
+        return suggest_changes(self.task, shown.case) if shown else ()
 
 
 def plan(
@@ -264,14 +296,14 @@ def plan(
         cluster = parse_cluster(cluster)
     if memory_gb is not None:
         cluster = replace(cluster, device=with_memory(cluster.device, round(memory_gb * GB)))
-    task, choice, loaded = _resolve_task(run, cluster, batch, seq, load, overrides)
-    given, given_problem = _given_layout(task, choice, loaded)
+    task, layout, loaded = _resolve_task(run, cluster, batch, seq, load, overrides)
+    given, given_problem = _given_layout(task, layout)
     search = Search(task)
     space = full_space(task)
     recipe = task.number_formats.recipe
     layouts = _search_layouts(search, space, top)
     same_format = ()
-    if {layout.choice.recipe for layout in layouts} != {recipe}:
+    if {found.recipe for found in layouts} != {recipe}:
         same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
     trainable, trainable_problem = _trainable_layout(search, loaded)
     return Plan(
@@ -309,7 +341,7 @@ def _resolve_task(
     seq: int | None,
     load: float,
     overrides: Sequence[str],
-) -> tuple[TrainingTask, LayoutChoice | None, Run | None]:
+) -> tuple[TrainingTask, Layout | None, Run | None]:
     """Return task, own layout and run of a run, or the task of a published model and None, None."""
     if isinstance(run, Run) and overrides:
         raise ValueError(f"override {overrides[0]} needs a run file or a recipe, not a loaded run")
@@ -333,17 +365,15 @@ def _resolve_task(
     return task, None, None
 
 
-def _given_layout(
-    task: TrainingTask, choice: LayoutChoice | None, run: Run | None
-) -> tuple[PlannedLayout | None, str]:
+def _given_layout(task: TrainingTask, layout: Layout | None) -> tuple[PlannedLayout | None, str]:
     """Return the run's own layout, or None and why it cannot be planned."""
-    if choice is None or run is None:
+    if layout is None:
         return None, "a published model has no layout of its own"
     try:
-        case = choice.build_case(task)
-        if violations := list(run.layout.world_violations(task.cluster.devices)):
+        case = task.case(layout)
+        if violations := list(layout.world_violations(task.cluster.devices)):
             raise RunError(violations, source="layout")
-        return PlannedLayout(choice, case, "run"), ""
+        return PlannedLayout(case, OWN), ""
     except ValueError as error:
         return None, str(error)
 
@@ -357,7 +387,7 @@ def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | 
     if task.untrained_kinds:
         return None, f"training does not support the model's {', '.join(task.untrained_kinds)}"
     for found in search.iter_fitting(trainable_space(task)):
-        layout = PlannedLayout(found.choice, found.case, "search")
+        layout = PlannedLayout(found.case, "search")
         if layout.unsupported:
             continue
         violation = None if run is None else next(_run_violations(run, layout), None)
@@ -401,7 +431,7 @@ def _run_overrides(run: Run, layout: PlannedLayout) -> dict[str, Any]:
 def _search_layouts(search: Search, space: SearchSpace, top: int = 1) -> tuple[PlannedLayout, ...]:
     """Return the fastest layouts of a space that fit."""
     found = search.best(space, top)
-    return tuple(PlannedLayout(layout.choice, layout.case, "search") for layout in found)
+    return tuple(PlannedLayout(layout.case, "search") for layout in found)
 
 
 def _published_layouts(task: TrainingTask) -> list[PlannedLayout]:
@@ -417,18 +447,19 @@ def _published_layouts(task: TrainingTask) -> list[PlannedLayout]:
     layouts = []
     main_task = replace(task, decoder=with_multi_token(task.decoder, ()))
     for row in sorted(rows, key=distance):
-        choice = row.choice
-        further = choice.stages is not None and "m" in choice.stages.text
-        if choice.stages and further and not task.multi_token:
-            letters = tuple(stage.replace("m", "") for stage in choice.stages.letters)
-            choice = replace(choice, stages=replace(choice.stages, letters=letters))
+        layout = row.layout
+        further = layout.stages is not None and "m" in layout.stages
+        if layout.stages is not None and further and not task.multi_token:
+            stages = Stages.parse(layout.stages)
+            letters = tuple(stage.replace("m", "") for stage in stages.letters)
+            layout = layout.model_copy(update={"stages": Stages(letters).text})
             further = False
         try:
-            case = choice.build_case(task if further else main_task)
+            case = (task if further else main_task).case(layout, row.micro_batch, row.recipe)
         except ValueError:
             continue
         source = f"{row.source} ({row.device} x {row.devices})"
-        layouts.append(PlannedLayout(choice, case, source, row.tflops_per_gpu))
+        layouts.append(PlannedLayout(case, source, row.tflops_per_gpu))
     return layouts[:3]
 
 
@@ -438,8 +469,8 @@ def graph_bytes(run: Run, world: int) -> list[float]:
     Raises:
         ValueError: the planner does not know a record of the run.
     """
-    task, choice = task_from_run(run, parse_cluster(f"h100x{world}"))
-    case = choice.build_case(task)
+    task, layout = task_from_run(run, parse_cluster(f"h100x{world}"))
+    case = task.case(layout)
     return [stage_bytes(case, rank).state.graphs for rank in range(case.sizes.pp)]
 
 
@@ -452,47 +483,19 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
     if layout.unsupported:
         raise ValueError(f"training does not support {', '.join(layout.unsupported)}")
     case = layout.case
-    choice = layout.choice
-    policy = layout.choice.memory_policy
-    fields: dict[str, Any] = {"sizes": choice.sizes.text}
-    if choice.stages is not None:
-        fields["stages"] = choice.stages.text
-    if choice.sizes.pp > 1 or choice.schedule.overlaps_passes:
-        fields["schedule"] = {"kind": choice.schedule.name}
-    fields["zero"] = policy.zero
-    if choice.sizes.ep * choice.sizes.etp > 1:
-        dispatch: dict[str, Any] = {"kind": choice.dispatch}
-        if choice.dispatch == "two_level":
-            dispatch["node"] = choice.sizes.ep // case.num_expert_domains
-        if issubclass(DISPATCH.kinds[choice.dispatch], FixedShape):
-            dispatch["max_rows"] = choice.max_rows
-        fields["dispatch"] = dispatch
-    if choice.clones:
-        fields["clones"] = {"slots": choice.clones}
-    if choice.graphs != "none":
-        fields["graphs"] = choice.graphs
-    if "block" in policy.recompute:
-        fields["recompute"] = {"kind": "full"}
-    elif modules := policy.recompute & model_needs(case.decoder).recomputable(choice.sizes.tp):
-        fields["recompute"] = {"kind": "selective", "modules": sorted(modules)}
-    if policy.state_step is not None:
-        at = {"at": "disk", "folder": "./scratch"} if policy.state_on_disk else {"at": "host"}
-        fields["state"] = {**at, "step": policy.state_step, "share": policy.optimizer_offload}
-    offload = dict[str, Any]()
-    for target, modules, share, folder in (
-        ("host", policy.offload, policy.offload_share, {}),
-        ("disk", policy.disk, policy.disk_share, {"folder": "./scratch"}),
-    ):
-        if modules:
-            part = {} if share == 1 else {"share": share}
-            offload[target] = {"modules": sorted(modules), **folder, **part}
-    if policy.page:
-        offload["pages"] = {"page": policy.page, "load": policy.page_load, "spill": policy.spill}
-    if offload:
-        fields["offload"] = offload
-    train: dict[str, Any] = {"batch": case.batch, "micro_batch": choice.micro_batch}
     record = case.decoder.quantise
-    train["precision"] = choice.recipe if record is None else "bf16"
+    train: dict[str, Any] = {"batch": case.batch, "micro_batch": case.micro_batch}
+    train["precision"] = layout.recipe if record is None else "bf16"
     if record is not None:
         train["quantise"] = to_dict(record) | {"rows": layout.quantised_rows}
-    return {"train": train, "layout": fields}
+    return {"train": train, "layout": stated(_legal_layout(case))}
+
+
+def _legal_layout(case: Case) -> Layout:
+    """Return a case's layout without recompute of what its model does not save."""
+    if isinstance(case.layout.recompute, Full):
+        return case.layout
+    modules = case.recompute & model_needs(case.decoder).recomputable(case.sizes.tp)
+    if modules == case.recompute:
+        return case.layout
+    return case.layout.model_copy(update={"recompute": make_recompute(modules)})

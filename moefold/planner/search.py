@@ -17,28 +17,30 @@ from math import inf
 from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
+from moefold.parallel.config import Layout
 from moefold.planner.case import (
+    NO_OFFLOAD,
     Case,
-    Dispatcher,
-    MemoryPolicy,
     Recipe,
     StageContents,
+    balanced_stages,
     distinct_blocks,
 )
+from moefold.planner.layouts import make_dispatch, make_layout, make_offload
 from moefold.planner.memoize import memoize
 from moefold.planner.memory import peak_within, software_overheads
 from moefold.planner.memory_chunk import two_largest, unsharded_units
 from moefold.planner.memory_saved import saved_tensors_of
 from moefold.planner.memory_state import StateSharding, state_estimator
+from moefold.planner.network import even_domains
 from moefold.planner.recompute import MEMORY_RESERVE
 from moefold.planner.search_space import (
     MAX_VIRTUAL_STAGES,
-    SCHEDULES,
     Foldings,
     SearchSpace,
     with_separate_multi_token,
 )
-from moefold.planner.task import LayoutChoice, TrainingTask, balanced_stages
+from moefold.planner.task import TrainingTask
 from moefold.planner.time import (
     HOST_ADAM_RATE,
     MicroBatchTime,
@@ -80,7 +82,6 @@ UNLIMITED_OVERLAP = MicroBatchTime(1e9, 1e9, {}, 0.0)
 class FoundLayout:
     """A layout that fits in memory."""
 
-    choice: LayoutChoice
     case: Case = field(repr=False)
     seconds: float
     """Planned seconds of a step."""
@@ -117,6 +118,27 @@ class PipelineDepth(NamedTuple):
     """Share of optimizer state on the host."""
     alternatives: tuple[RecomputeOffload, ...]
     """The recompute and offload of this layout, then those that save less and take longer."""
+
+
+class PipelineLayout(NamedTuple):
+    """All of a layout but the contents of its stages."""
+
+    depth: PipelineDepth
+    schedule: Schedule
+    vpp: int
+    dispatch: str
+    """Kind of the dispatcher."""
+
+    @property
+    def folding_sizes(self) -> tuple[int, ...]:
+        """Sizes without virtual stages."""
+        grids = self.depth.grids
+        return grids.tp, grids.cp, self.depth.pp, grids.ep, grids.etp
+
+
+def folding_sizes(sizes: Sizes) -> tuple[int, ...]:
+    """Return sizes without virtual stages; lists contain one layout per folding."""
+    return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
 
 
 class Search:
@@ -170,16 +192,18 @@ class Search:
                 return
             bound, _, step, layout = heapq.heappop(heap)
             extended = ()
-            if step >= 2 and layout.folding_sizes in yielded:
+            if step == 2 and layout.folding_sizes in yielded:
                 continue
             if step < len(steps):
                 extended = steps[step](space, layout, limit)
                 continue
-            case = layout.build_case(self.task)
-            peak = peak_within(case, limit)
+            folding = folding_sizes(layout.sizes)
+            if folding in yielded:
+                continue
+            peak = peak_within(layout, limit)
             if peak is not None:
-                yielded.add(layout.folding_sizes)
-                yield FoundLayout(layout, case, bound, peak)
+                yielded.add(folding)
+                yield FoundLayout(layout, bound, peak)
 
     # --------------------------------------------------------------------------- steps
 
@@ -227,9 +251,6 @@ class Search:
         if further:
             less_saved = depth._replace(alternatives=tuple(further))
             yield self.lower_bound(space, less_saved), 1, less_saved
-        policy = MemoryPolicy(
-            depth.zero, recompute=option[0], offload=option[1], optimizer_offload=depth.host_share
-        )
         for dispatch, paired in self._fastest_dispatchers(space, grids):
             total, slowest = self._pass_bounds(grids, dispatch, paired, option, pp)
             ranks = [slowest] + [(total - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [total]
@@ -238,24 +259,23 @@ class Search:
                 if schedule.overlaps_passes != paired and dispatch != "local":
                     continue
                 for vpp in virtual_stages(schedule, pp, m, self.foldings.layers):
-                    choice = LayoutChoice(
-                        grids.sizes(pp, vpp), schedule, grids.micro_batch, dispatch, grids.recipe,
-                        policy,
-                    )  # fmt: skip
-                    yield pipeline_seconds(schedule, m, vpp, ranks) + outside, 2, choice
+                    partial = PipelineLayout(depth, schedule, vpp, dispatch)
+                    yield pipeline_seconds(schedule, m, vpp, ranks) + outside, 2, partial
 
     def stages(
-        self, space: SearchSpace, choice: LayoutChoice, limit: float
-    ) -> Iterator[tuple[float, int, LayoutChoice]]:
-        """Yield a layout and its step time, where it may fit: with balanced stages, with stages of
-        equal time, and with these but multi-token layers off the stage of the loss.
+        self, space: SearchSpace, partial: PipelineLayout, limit: float
+    ) -> Iterator[tuple[float, int, Case]]:
+        """Yield the case of a layout and its step time, where it may fit: with balanced stages,
+        with stages of equal time, and with these but multi-token layers off the stage of the loss.
         """
-        case = choice.build_case(self.task)
-        sizes = choice.sizes
+        grids = partial.depth.grids
+        layout = self._make_layout(partial)
+        case = self.task.case(layout, grids.micro_batch, grids.recipe)
+        sizes = case.sizes
         if peak_within(case, limit * MEMORY_SLACK) is None:
             return
         step_time = estimate_time(case)
-        yield step_time.seconds, 3, choice
+        yield step_time.seconds, 3, case
         seconds = [sum(passes) for passes in step_time.ranks]
         layers = [contents.num_layers for contents in case.contents.ranks]
         loss_rank = 0 if case.schedule.stage_mapping == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
@@ -271,8 +291,24 @@ class Search:
         )  # fmt: skip
         separate = with_separate_multi_token(equal_time) if space.separate_multi_token else None
         for stages in filter(None, (equal_time, separate)):
-            step_time = estimate_time(replace(case, stages=stages))
-            yield step_time.seconds, 3, replace(choice, stages=stages)
+            placed = layout.model_copy(update={"stages": stages.text})
+            placed_case = replace(case, layout=placed)
+            yield estimate_time(placed_case).seconds, 3, placed_case
+
+    def _make_layout(self, partial: PipelineLayout) -> Layout:
+        depth = partial.depth
+        recompute, offload = depth.alternatives[0]
+        sizes = depth.grids.sizes(depth.pp, partial.vpp)
+        domains = even_domains(self.task.cluster, sizes.ep, sizes.etp)
+        return make_layout(
+            sizes,
+            schedule=partial.schedule,
+            dispatch=make_dispatch(partial.dispatch, sizes.ep // domains),
+            zero=depth.zero,
+            recompute=recompute,
+            offload=offload,
+            host_share=depth.host_share,
+        )
 
     # --------------------------------------------------------------------------- time
 
@@ -316,7 +352,7 @@ class Search:
             self._cache[key] = seconds
         return self._cache[key]
 
-    def _exchange_seconds(self, grids: Grids, dispatch: Dispatcher) -> float:
+    def _exchange_seconds(self, grids: Grids, dispatch: str) -> float:
         """Return the seconds of one dispatch and one combine of every layer."""
         share, setting, _ = self._layer_inputs(grids, dispatch)
         return sum(
@@ -324,9 +360,7 @@ class Search:
             for block, _, n in self.moe_blocks
         )
 
-    def _fastest_dispatchers(
-        self, space: SearchSpace, grids: Grids
-    ) -> list[tuple[Dispatcher, bool]]:
+    def _fastest_dispatchers(self, space: SearchSpace, grids: Grids) -> list[tuple[str, bool]]:
         """Return the fastest dispatchers without and with overlap with another micro-batch."""
         if grids.ep * grids.etp == 1:
             return [("local", False)]
@@ -334,7 +368,7 @@ class Search:
         if key not in self._cache:
             self._cache[key] = []
             # Among those that permute rows, and among the others, exchanges make the difference.
-            fastest = dict[bool, tuple[float, Dispatcher]]()
+            fastest = dict[bool, tuple[float, str]]()
             for dispatch in space.dispatchers:
                 permutes = dispatch in PERMUTING_DISPATCHERS
                 seconds = self._exchange_seconds(grids, dispatch)
@@ -349,7 +383,7 @@ class Search:
         return self._cache[key]
 
     def _pass_bounds(
-        self, grids: Grids, dispatch: Dispatcher, paired: bool, option: RecomputeOffload, pp: int
+        self, grids: Grids, dispatch: str, paired: bool, option: RecomputeOffload, pp: int
     ) -> tuple[float, float]:
         """Return a micro-batch's seconds in all layers, and a lower bound of the slowest rank's.
 
@@ -399,7 +433,7 @@ class Search:
                 model = passes.layers_time(self.all_layers).device_seconds
                 layers = passes.layers_time(contents).device_seconds
                 share = max(0.0, model / pp - (model - layers)) / layers
-            case = self._one_batch_case(grids, MemoryPolicy(depth.zero), pp)
+            case = self._one_batch_case(grids, pp, depth.zero)
             if self.task.software.stack == "moefold":
                 work = collective_seconds(case, contents, rates)
                 self._cache[key] = DataSeconds(*(share * seconds for seconds in work))
@@ -425,7 +459,7 @@ class Search:
         """
         key = "state", grids._replace(micro_batch=1, cp=1), pp, zero, host_share
         if key not in self._cache:
-            case = self._one_batch_case(grids, MemoryPolicy(zero, optimizer_offload=host_share), pp)
+            case = self._one_batch_case(grids, pp, zero, host_share)
             sharding = StateSharding.of(case)
             units = unsharded_units(case.decoder, sharding, self.all_layers)
             state = state_estimator(case.decoder, sharding).rank_state(self.all_layers)
@@ -444,7 +478,7 @@ class Search:
         wide = grids._replace(ep=max(self.foldings.ep)) if grids.ep * grids.etp > 1 else grids
         key = "recompute", wide, space.recompute_offload_pairs
         if key not in self._cache:
-            case = self._one_batch_case(grids, MemoryPolicy())
+            case = self._one_batch_case(grids)
             saved = [(part, n) for b, n in self.block_counts for part in saved_tensors_of(case, b)]
             by_work: list[tuple[float, float, RecomputeOffload]] = []
             sizes: dict[RecomputeOffload, float] = {}
@@ -469,7 +503,7 @@ class Search:
     # --------------------------------------------------------------------------- inputs
 
     def _layer_inputs(
-        self, grids: Grids, dispatch: Dispatcher, option: RecomputeOffload = NO_RECOMPUTE_OFFLOAD
+        self, grids: Grids, dispatch: str, option: RecomputeOffload = NO_RECOMPUTE_OFFLOAD
     ) -> tuple[RankShare, KernelSetting, LayerPolicy]:
         """Return the inputs of a layer's time; settings are cached by format."""
         task = self.task
@@ -480,15 +514,18 @@ class Search:
         share = RankShare(
             task.decoder.hidden, task.seq, *grids[1:], task.load, dispatch in PERMUTING_DISPATCHERS
         )  # fmt: skip
-        return share, self._cache[recipe], LayerPolicy(dispatch, *option)
+        recompute, offload = option
+        policy = LayerPolicy(dispatch, recompute, make_offload(offload) or NO_OFFLOAD)
+        return share, self._cache[recipe], policy
 
-    def _one_batch_case(self, grids: Grids, policy: MemoryPolicy, pp: int = 1) -> Case:
+    def _one_batch_case(
+        self, grids: Grids, pp: int = 1, zero: int = 1, host_share: float = 0.0
+    ) -> Case:
         """Return a case with one micro-batch on every data rank."""
         dp = self.foldings.world // (grids.tp * grids.cp * pp)
         task = replace(self.task, batch=dp * grids.micro_batch)
-        return LayoutChoice(
-            grids.sizes(pp), SCHEDULES[0], grids.micro_batch, "alltoall", grids.recipe, policy
-        ).build_case(task)
+        layout = make_layout(grids.sizes(pp), zero=zero, host_share=host_share)
+        return task.case(layout, grids.micro_batch, grids.recipe)
 
 
 def saved_by_module(saved: Sequence[tuple[Saved, int]], recompute: Modules) -> Counter[str]:

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from moefold.mesh.config import AXES, Sizes
 from moefold.mesh.legality import size_rules
 from moefold.parallel.config import Layout
+from moefold.planner.case import Case, Recipe
+from moefold.planner.layouts import OptimizerOnHost, dispatch_kind, make_dispatch, make_recompute
 from moefold.planner.memory import rank_totals
 from moefold.planner.memory_saved import INPUT_CODE_BYTES
 from moefold.planner.recompute import MEMORY_RESERVE
 from moefold.planner.search_space import SCHEDULES, full_space
-from moefold.planner.task import LayoutChoice, TrainingTask
+from moefold.planner.task import TrainingTask
 from moefold.planner.time import estimate_time
 from moefold.spec.decoder import ModelNeeds, model_needs
 
@@ -26,7 +28,8 @@ class LayoutChange:
     """One change of a layout with its effect."""
 
     description: str
-    choice: LayoutChoice
+    case: Case
+    """The changed step."""
     saved_share: float
     """Seconds saved over seconds of the step; negative if it is slower."""
     saved_bytes: float
@@ -34,34 +37,46 @@ class LayoutChange:
     fits: bool
 
 
-def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutChange, ...]:
-    """Return the most useful single changes.
+class ChangedLayout(NamedTuple):
+    """A layout with what a task needs besides to be planned in it."""
+
+    layout: Layout
+    micro_batch: int
+    recipe: Recipe
+
+    def relaid(self, **update: Any) -> "ChangedLayout":
+        """Return it with changed fields of the layout."""
+        return self._replace(layout=self.layout.model_copy(update=update))
+
+
+def suggest_changes(task: TrainingTask, case: Case) -> tuple[LayoutChange, ...]:
+    """Return the most useful single changes to the layout of a task's case.
 
     If the layout fits, these are changes that fit and are faster, the fastest first; otherwise
     changes that make it fit, the fastest first, or else those that save most memory.
     """
-    case = choice.build_case(task)
     memory = task.cluster.device.memory_bytes
     seconds = estimate_time(case).seconds
     peak = max(rank_totals(case))
     limit = memory * (1 - MEMORY_RESERVE) if peak <= memory * (1 - MEMORY_RESERVE) else memory
-    timed = []
-    for description, changed in _single_changes(task, choice):
+    timed = list[tuple[float, str, Case]]()
+    for description, changed in _single_changes(task, case):
         with suppress(ValueError):
-            changed_case = changed.build_case(task)
-            timed.append((estimate_time(changed_case).seconds, description, changed, changed_case))
+            changed_case = task.case(*changed)
+            timed.append((estimate_time(changed_case).seconds, description, changed_case))
     timed.sort(key=lambda entry: entry[0])
     fits = peak <= limit
     changes = list[LayoutChange]()
-    for changed_seconds, description, changed, changed_case in timed:
+    for changed_seconds, description, changed_case in timed:
         if fits and (changed_seconds >= seconds or len(changes) == MAX_CHANGES):
             break
         changed_peak = max(rank_totals(changed_case))
         saved_share = 1 - changed_seconds / seconds
         saved_bytes = peak - changed_peak
         if changed_peak <= limit if fits else saved_bytes > 0:
+            now_fits = changed_peak <= limit
             changes.append(
-                LayoutChange(description, changed, saved_share, saved_bytes, changed_peak <= limit)
+                LayoutChange(description, changed_case, saved_share, saved_bytes, now_fits)
             )
     if not fits:
         fitting = [change for change in changes if change.fits]
@@ -69,65 +84,56 @@ def suggest_changes(task: TrainingTask, choice: LayoutChoice) -> tuple[LayoutCha
     return tuple(changes[:MAX_CHANGES])
 
 
-def _single_changes(task: TrainingTask, choice: LayoutChoice) -> Iterator[tuple[str, LayoutChoice]]:
+def _single_changes(task: TrainingTask, case: Case) -> Iterator[tuple[str, ChangedLayout]]:
     """Yield all changes of one policy, or of one size by a factor of two, with descriptions."""
     space = full_space(task)
-    policy = choice.memory_policy
+    layout = case.layout
     model = model_needs(task.decoder, task.seq)
-    balanced = replace(choice, stages=None)
+    given = ChangedLayout(layout, case.micro_batch, case.number_formats.recipe)
+    # The default schedule depends on vpp, which is one of the changes.
+    balanced = given.relaid(stages=None, schedule=case.schedule)
     for axis in AXES:
-        current = getattr(choice.sizes, axis)
+        current = getattr(case.sizes, axis)
         for size in (2 * current, current // 2):
-            sizes = Sizes(**{**dict(choice.sizes), axis: max(1, size)})
+            sizes = Sizes(**{**dict(case.sizes), axis: max(1, size)})
             legal = not size_rules(sizes, model, model.layers)
             if size and legal and task.cluster.devices % sizes.smallest_world == 0:
-                yield f"{axis} {current} → {size}", replace(balanced, sizes=sizes)
+                yield f"{axis} {current} → {size}", balanced.relaid(sizes=sizes.text)
     for schedule in SCHEDULES:
-        changed = replace(balanced, schedule=schedule)
-        if changed.schedule.name != choice.schedule.name:
-            yield f"schedule {changed.schedule.name}", changed
-    for dispatch in space.dispatchers if choice.sizes.ep > 1 else ():
-        if dispatch != choice.dispatch:
-            yield f"dispatch {dispatch}", replace(choice, dispatch=dispatch)
+        if schedule.name != case.schedule.name:
+            yield f"schedule {schedule.name}", balanced.relaid(schedule=schedule)
+    for kind in space.dispatchers if case.sizes.ep > 1 else ():
+        if kind != dispatch_kind(layout):
+            node = case.sizes.ep // case.num_expert_domains
+            yield f"dispatch {kind}", given.relaid(dispatch=make_dispatch(kind, node))
     for graphs in GRAPHS if task.software.stack == "moefold" else ():
-        changed = replace(choice, graphs=graphs)
-        if graphs != choice.graphs and _graphs_allowed(changed, model):
+        changed = given.relaid(graphs=graphs)
+        if graphs != layout.graphs and _graphs_allowed(changed, model):
             yield f"graphs {graphs}", changed
-    for size in (choice.micro_batch * 2, choice.micro_batch // 2):
+    for size in (case.micro_batch * 2, case.micro_batch // 2):
         if size:
-            yield f"micro_batch {choice.micro_batch} → {size}", replace(choice, micro_batch=size)
+            yield f"micro_batch {case.micro_batch} → {size}", given._replace(micro_batch=size)
     for modules in space.recomputes:
-        if modules != policy.recompute:
-            changed = replace(policy, recompute=modules)
+        if modules != case.recompute:
             names = " + ".join(sorted(modules)) or "nothing"
-            yield f"recompute {names}", replace(choice, memory_policy=changed)
+            yield f"recompute {names}", given.relaid(recompute=make_recompute(modules))
     for recipe in space.recipes:
-        if recipe != choice.recipe:
-            yield f"precision {recipe}", replace(choice, recipe=recipe)
+        if recipe != given.recipe:
+            yield f"precision {recipe}", given._replace(recipe=recipe)
     # The time of ZeRO 3 in a pipeline is known of moefold only.
-    stages = (1, 2, 3) if task.software.stack == "moefold" or choice.sizes.pp == 1 else (1, 2)
+    stages = (1, 2, 3) if task.software.stack == "moefold" or case.sizes.pp == 1 else (1, 2)
     for zero in stages:
-        if zero != policy.zero:
-            changed = replace(policy, zero=zero)
-            yield f"zero {policy.zero} → {zero}", replace(choice, memory_policy=changed)
-    if task.cluster.device.host_bandwidth and not policy.optimizer_offload:
-        changed = replace(policy, optimizer_offload=1.0)
-        yield "optimizer states on the host", replace(choice, memory_policy=changed)
+        if zero != layout.zero:
+            yield f"zero {layout.zero} → {zero}", given.relaid(zero=zero)
+    if task.cluster.device.host_bandwidth and not layout.state.is_offloaded:
+        yield "optimizer states on the host", given.relaid(state=OptimizerOnHost())
 
 
-def _graphs_allowed(choice: LayoutChoice, model: ModelNeeds) -> bool:
+def _graphs_allowed(candidate: ChangedLayout, model: ModelNeeds) -> bool:
     """Return whether a run file with a layout's graphs is legal."""
-    policy = choice.memory_policy
-    if choice.graphs == "none":
+    layout = candidate.layout
+    if layout.graphs == "none":
         return True
-    offload = policy.offload | policy.disk or policy.optimizer_offload
-    if offload or choice.recipe in INPUT_CODE_BYTES:
+    if candidate.recipe in INPUT_CODE_BYTES:
         return False
-    max_rows = {"max_rows": choice.max_rows} if choice.max_rows else {}
-    layout = Layout.model_validate(
-        {
-            "sizes": choice.sizes.text, "graphs": choice.graphs, "zero": policy.zero,
-            "schedule": choice.schedule, "dispatch": {"kind": choice.dispatch, **max_rows},
-        }
-    )  # fmt: skip
     return all(v.path not in (("graphs",), ("zero",)) for v in layout.violations(model))

@@ -8,9 +8,10 @@ from itertools import chain, combinations, product
 
 from moefold.mesh.pipeline import LAYERS, Stages
 from moefold.mesh.shares import divisors
-from moefold.planner.case import Dispatcher, Recipe
+from moefold.planner.case import Recipe
 from moefold.planner.hardware import Device
-from moefold.planner.task import THIRD_PARTY_DISPATCHERS, TrainingTask
+from moefold.planner.layouts import THIRD_PARTY_DISPATCHERS
+from moefold.planner.task import TrainingTask
 from moefold.schedule.config import (
     DualPipeV,
     Interleaved,
@@ -27,7 +28,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
 )  # fmt: skip
 """All schedules but GPipe, which takes as long as 1F1B and needs more memory."""
-DISPATCHERS: tuple[Dispatcher, ...] = (
+DISPATCHERS = (
     "alltoall", "alltoall_once", "two_level", "allgather", "deep_ep", "hybrid_ep"
 )  # fmt: skip
 """Dispatchers without ``max_rows``; ``nccl_ep`` is left out, as it is planned with the time of
@@ -44,7 +45,7 @@ class SearchSpace:
 
     recipes: tuple[Recipe, ...]
     schedules: tuple[Schedule, ...] = SCHEDULES
-    dispatchers: tuple[Dispatcher, ...] = DISPATCHERS
+    dispatchers: tuple[str, ...] = DISPATCHERS
     recomputes: tuple[Modules, ...] = (NOTHING,)
     offloads: tuple[Modules, ...] = (NOTHING,)
     optimizer_offloads: tuple[float, ...] = (0.0,)

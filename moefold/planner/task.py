@@ -1,7 +1,7 @@
 """Inputs of a plan: the task of a run or of a published model on a cluster, and its layouts.
 
-task, choice = task_from_run(load_run("run.yaml"), parse_cluster("h100x256"))
-case = choice.build_case(task)
+task, layout = task_from_run(load_run("run.yaml"), parse_cluster("h100x256"))
+case = task.case(layout)
 """
 
 import json
@@ -9,30 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from itertools import chain
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
-from moefold.config.base import Record
 from moefold.kernels.quantise.config import Quantise
-from moefold.layers.config import (
-    Auto,
-    Context,
-    Full,
-    Offload,
-    OffloadKind,
-    RecomputeKind,
-    Selective,
-    faster_precision,
-)
-from moefold.mesh.config import ORDERS, Order, Sizes
+from moefold.layers.config import Auto, faster_precision
+from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder, MultiToken
-from moefold.moe.dispatch.config import DISPATCH, FixedShape, ThirdParty
 from moefold.parallel.config import Layout
 from moefold.planner.case import (
     Case,
-    Dispatcher,
     Graphs,
-    MemoryPolicy,
     NumberFormats,
     Overlaps,
     Recipe,
@@ -40,27 +27,29 @@ from moefold.planner.case import (
     distinct_blocks,
     layer_counts,
     load_with_clones,
-    offload_fields,
 )
 from moefold.planner.hardware import Cluster
+from moefold.planner.layouts import (
+    dispatch_kind,
+    has_fixed_rows,
+    make_dispatch,
+    make_layout,
+    require_plannable,
+)
 from moefold.planner.memoize import memoize
 from moefold.planner.notes import step_notes
 from moefold.planner.published import PublishedModel
-from moefold.planner.recompute import OffloadTarget, choose_recompute, resolve_memory_limit
+from moefold.planner.recompute import choose_recompute, resolve_memory_limit
 from moefold.run import Run
-from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
+from moefold.schedule.config import SCHEDULE, Schedule
 from moefold.spec.codes import with_recipe
 from moefold.spec.decoder import with_multi_token
-from moefold.spec.layer import RING, LayerSpec
+from moefold.spec.layer import LayerSpec
 
 DEFAULT_LOAD = 1.2
 """Default of the rows of the fullest expert rank over the mean: between forced balance, 1, and
 routers early in training, near 1.6 by published pairs of runs."""
 DEFAULT_SEQ = 4096
-THIRD_PARTY_DISPATCHERS = frozenset(
-    n for n, record in DISPATCH.kinds.items() if issubclass(record, ThirdParty)
-)
-"""Dispatchers that need another package and have never been run with it."""
 UNMEASURED_NOTE = (
     "the time model is not fitted to moefold on a GPU: times and their ± use rates measured with "
     "other software, and a traced step has more kernels than the plan counts (docs/plan.md)"
@@ -84,6 +73,46 @@ class TrainingTask:
     """Assumptions, and settings of the run without effect."""
     tokens: float | None = None
     """Tokens of the whole run; None for a published model."""
+    micro_batch: int = 1
+    """Sequences per micro-batch of the run."""
+
+    def case(
+        self, layout: Layout, micro_batch: int | None = None, recipe: Recipe | None = None
+    ) -> Case:
+        """Return the step of the task in a layout.
+
+        Args:
+            layout: the layout.
+            micro_batch: sequences per micro-batch; default is the run's.
+            recipe: number format; default is the run's.
+
+        Raises:
+            ValueError: the layout is not legal for the task.
+        """
+        recipe = recipe or self.number_formats.recipe
+        decoder = self.decoder
+        if self.software.stack == "moefold":
+            decoder = quantised_decoder(decoder, recipe)
+        slots = 0 if layout.clones is None else layout.clones.slots
+        return Case(
+            decoder=decoder,
+            seq=self.seq,
+            batch=self.batch,
+            micro_batch=micro_batch or self.micro_batch,
+            cluster=self.cluster,
+            layout=layout,
+            load=load_with_clones(self.load, slots),
+            number_formats=_formats_in(self.number_formats, recipe),
+            software=self._software_in(layout),
+        )
+
+    def _software_in(self, layout: Layout) -> Software:
+        """Return the software as it runs in a layout: what overlaps, and what is in CUDA graphs."""
+        graphs = self.software.cuda_graphs
+        if layout.graphs != "none" and not self.cluster.device.cpu:
+            partial: Graphs = "experts" if has_fixed_rows(layout) else "partial"
+            graphs = "full" if layout.graphs == "step" else partial
+        return _running(self.software, layout.resolved_schedule.overlaps_passes, graphs)
 
     @property
     def multi_token(self) -> int:
@@ -103,94 +132,18 @@ class TrainingTask:
         return (*self.notes, UNMEASURED_NOTE) if unmeasured else self.notes
 
 
-@dataclass(frozen=True)
-class LayoutChoice:
-    """One layout of a task."""
+# Cases with equal parts share one object, by which caches find their entries sooner.
+@lru_cache(maxsize=256)
+def _formats_in(formats: NumberFormats, recipe: Recipe) -> NumberFormats:
+    """Return number formats with another recipe."""
+    return replace(formats, recipe=recipe, **({"weight_bytes": 0} if recipe == "fp32" else {}))
 
-    sizes: Sizes = field(default_factory=Sizes)
-    schedule: Schedule = field(default_factory=OneFOneB)
-    micro_batch: int = 1
-    dispatch: Dispatcher = "alltoall"
-    recipe: Recipe = "bf16"
-    memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
-    stages: Stages | None = None
-    """None is balanced stages."""
-    context: Context = RING
-    order: Order = ORDERS[0]
-    max_rows: int | None = None
-    """Room of a dispatcher with fixed shapes, as in a run file."""
-    clones: int = 0
-    """Slots per rank for clones of experts."""
-    graphs: Literal["none", "partial", "step"] = "none"
-    """CUDA graphs, as in a run file."""
 
-    @property
-    def folding_sizes(self) -> tuple[int, ...]:
-        """Sizes without virtual stages; lists contain one layout per folding."""
-        sizes = self.sizes
-        return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
-
-    def build_case(self, task: TrainingTask) -> Case:
-        """Return the step of a task in this layout.
-
-        Raises:
-            ValueError: the layout is not legal for the task.
-        """
-        formats = replace(task.number_formats, recipe=self.recipe)
-        software = task.software
-        if self.recipe == "fp32":
-            formats = replace(formats, weight_bytes=0)
-        overlaps = replace(software.overlaps, ep=self.schedule.overlaps_passes)
-        stages = self.stages
-        if stages is None:
-            layers = layer_counts(task.decoder)
-            mapping = self.schedule.stage_mapping
-            stages = balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, mapping)
-        decoder = task.decoder
-        if software.stack == "moefold":
-            decoder = quantised_decoder(decoder, self.recipe)
-        return Case(
-            decoder=decoder,
-            seq=task.seq,
-            batch=task.batch,
-            micro_batch=self.micro_batch,
-            cluster=task.cluster,
-            sizes=self.sizes,
-            stages=stages,
-            schedule=self.schedule,
-            dispatch="local" if self.sizes.ep * self.sizes.etp == 1 else self.dispatch,
-            load=load_with_clones(task.load, self.clones),
-            number_formats=formats,
-            memory_policy=self.memory_policy,
-            software=replace(software, overlaps=overlaps, cuda_graphs=self._cuda_graphs(task)),
-            context=self.context,
-            order=self.order,
-            max_rows=self.max_rows,
-            clones=self.clones,
-        )
-
-    def _cuda_graphs(self, task: TrainingTask) -> Graphs:
-        """Return the CUDA graphs; they include experts if all passes have equally many rows."""
-        if self.graphs == "none" or task.cluster.device.cpu:
-            return task.software.cuda_graphs
-        fixed_shape = issubclass(DISPATCH.kinds[self.dispatch], FixedShape)
-        equal_rows = fixed_shape or self.sizes.ep * self.sizes.etp == 1
-        return "full" if self.graphs == "step" else "experts" if equal_rows else "partial"
-
-    @property
-    def unsupported(self) -> tuple[str, ...]:
-        """Policies of this layout that training cannot execute yet, or only with other packages."""
-        policy = self.memory_policy
-        policies = []
-        if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in THIRD_PARTY_DISPATCHERS:
-            policies.append(f"dispatch {self.dispatch}")
-        recompute = policy.recompute - {*get_args(RecomputeKind), "block"}
-        policies += [f"recompute {name}" for name in sorted(recompute)]
-        offload = (policy.offload | policy.disk) - {*get_args(OffloadKind)}
-        policies += [f"offload {name}" for name in sorted(offload)]
-        if policy.optimizer_offload and policy.state_step is None:
-            policies.append("optimizer on the host")
-        return tuple(policies)
+@lru_cache(maxsize=256)
+def _running(software: Software, overlaps_exchanges: bool, graphs: Graphs) -> Software:
+    """Return software with what overlaps and what is captured in a layout."""
+    overlaps = replace(software.overlaps, ep=overlaps_exchanges)
+    return replace(software, overlaps=overlaps, cuda_graphs=graphs)
 
 
 def untrained_kinds(decoder: Decoder) -> tuple[str, ...]:
@@ -202,28 +155,27 @@ def untrained_kinds(decoder: Decoder) -> tuple[str, ...]:
 
 
 quantised_decoder = memoize(256)(with_recipe)
-balanced_stages = lru_cache(maxsize=4096)(Stages.balanced)
 
 
 def task_from_run(
     run: Run, cluster: Cluster, batch: int | None = None, load: float = DEFAULT_LOAD
-) -> tuple[TrainingTask, LayoutChoice]:
+) -> tuple[TrainingTask, Layout]:
     """Return a run's task on a cluster, and the run's own layout with ``auto`` recompute decided.
 
     Raises:
         ValueError: the planner does not know a record of the run, or nothing fits its memory limit.
     """
-    task, choice, recompute_inputs = _parse_run(run, cluster, batch, load)
-    if recompute_inputs is not None:
-        choice = replace(choice, memory_policy=choose_recompute(*recompute_inputs))
-    return task, choice
+    task, recompute_inputs = _parse_run(run, cluster, batch, load)
+    if recompute_inputs is None:
+        return task, run.layout
+    return task, choose_recompute(*recompute_inputs)
 
 
 def _parse_run(
     run: Run, cluster: Cluster, batch: int | None, load: float
-) -> tuple[TrainingTask, LayoutChoice, tuple[Case, float | None, OffloadTarget] | None]:
-    """Return a run's task and layout and, where ``auto`` recompute is to be decided, its inputs:
-    the case without recompute, the memory limit, and the target of offload.
+) -> tuple[TrainingTask, tuple[Case, Auto] | None]:
+    """Return a run's task and, where ``auto`` recompute is to be decided, its inputs: the case
+    without recompute, and the policy.
     """
     precision = run.train.precision
     quantise = run.train.quantise
@@ -237,8 +189,8 @@ def _parse_run(
         recipe = cast("Recipe", quantise.kind)
         options |= {"rows"} if quantise.wire == "codes" else set()
         options |= {"delayed"} if quantise.scaling == "delayed" else set()
-    choice = layout_choice(run.layout, run.train.micro_batch, recipe)
-    notes = (NCCL_EP_NOTE,) if choice.dispatch == "nccl_ep" else ()
+    require_plannable(run.layout)
+    notes = (NCCL_EP_NOTE,) if dispatch_kind(run.layout) == "nccl_ep" else ()
     if run.train.loss.unplanned:
         notes = (*notes, f"train.loss: {run.train.loss.unplanned}")
     task = TrainingTask(
@@ -252,23 +204,21 @@ def _parse_run(
         software=Software(loss_chunk=run.train.loss_chunk),
         notes=(*notes, *step_notes(run)),
         tokens=float(run.train.sizes(run.data.seq).before(run.train.steps) * run.data.seq),
+        micro_batch=run.train.micro_batch,
     )
     auto = run.layout.recompute
     if not isinstance(auto, Auto):
-        return task, choice, None
-    policy = replace(choice.memory_policy, recompute=frozenset())
-    target: OffloadTarget = "offload" if auto.host else "disk" if auto.disk else None
-    without_recompute = replace(choice, memory_policy=policy).build_case(task)
-    return task, choice, (without_recompute, auto.bytes, target)
+        return task, None
+    return task, (task.case(run.layout.model_copy(update={"recompute": None})), auto)
 
 
-def resolve_memory_policy(run: Run, cluster: Cluster) -> MemoryPolicy:
-    """Return what a run shards, recomputes and offloads, with ``auto`` recompute decided.
+def resolve_layout(run: Run, cluster: Cluster) -> Layout:
+    """Return a run's layout with ``auto`` recompute decided.
 
     Raises:
         ValueError: nothing fits the memory limit; the message states the least that is needed.
     """
-    return task_from_run(run, cluster, load=_planned_load(run))[1].memory_policy
+    return task_from_run(run, cluster, load=_planned_load(run))[1]
 
 
 def require_recompute_limit(run: Run, cluster: Cluster) -> None:
@@ -277,79 +227,13 @@ def require_recompute_limit(run: Run, cluster: Cluster) -> None:
     Raises:
         ValueError: none fits; the message states the least that is needed.
     """
-    recompute_inputs = _parse_run(run, cluster, None, _planned_load(run))[2]
+    recompute_inputs = _parse_run(run, cluster, None, _planned_load(run))[1]
     if recompute_inputs is not None:
         resolve_memory_limit(*recompute_inputs)
 
 
 def _planned_load(run: Run) -> float:
     return DEFAULT_LOAD if run.layout.split.ep > 1 else 1.0
-
-
-def with_memory_policy(run: Run, policy: MemoryPolicy) -> Run:
-    """Return a run in which a plan's recompute and offload records replace ``auto``."""
-    auto = run.layout.recompute
-    modules = policy.recompute
-    targets = dict[str, Any]()
-    if not isinstance(auto, Auto):
-        return run
-    update: dict[str, Any] = {"recompute": None}
-    if modules:
-        selective = {"modules": sorted(modules)}
-        full = "block" in modules
-        update["recompute"] = Full() if full else Selective.model_validate(selective)
-    if auto.host and policy.offload:
-        targets["host"] = {"modules": sorted(policy.offload)}
-    if auto.disk and policy.disk:
-        targets["disk"] = {"modules": sorted(policy.disk), "folder": auto.disk}
-    if targets:
-        update["offload"] = Offload.model_validate({"in_flight": policy.in_flight, **targets})
-    return run.model_copy(update={"layout": run.layout.model_copy(update=update)})
-
-
-def layout_choice(layout: Layout, micro_batch: int, recipe: Recipe) -> LayoutChoice:
-    """Convert a run file's layout to the planner's form.
-
-    Raises:
-        ValueError: the planner does not know one of its records.
-    """
-    context = layout.context
-    dispatch = layout.dispatch
-    state = layout.state
-    if not isinstance(context, Context):
-        raise ValueError(f"layout.context: {type(context).__name__} cannot be planned")
-    return LayoutChoice(
-        sizes=layout.split,
-        schedule=layout.resolved_schedule,
-        micro_batch=micro_batch,
-        dispatch=_dispatcher(dispatch),
-        recipe=recipe,
-        memory_policy=MemoryPolicy(
-            zero=layout.zero,
-            zero_ranks=layout.zero_ranks,
-            recompute=layout.recomputed,
-            optimizer_offload=state.share if state.is_offloaded else 0.0,
-            state_step=state.step if state.is_offloaded else None,
-            state_on_disk=state.at == "disk",
-            **offload_fields(layout.offload),
-        ),
-        stages=None if layout.stages is None else Stages.parse(layout.stages),
-        context=context,
-        order=layout.order,
-        max_rows=dispatch.max_rows if isinstance(dispatch, FixedShape) else None,
-        clones=0 if layout.clones is None else layout.clones.slots,
-        graphs=layout.graphs,
-    )
-
-
-def _dispatcher(dispatch: Record) -> Dispatcher:
-    kind = type(dispatch).model_fields["kind"].default
-    if kind not in get_args(Dispatcher):
-        raise ValueError(
-            f"layout.dispatch {kind} cannot be planned, as its traffic is unknown; plan the run "
-            f"with one of {', '.join(get_args(Dispatcher))}"
-        )
-    return kind
 
 
 def task_from_model(
@@ -378,7 +262,9 @@ class PublishedLayout:
 
     id: str
     source: str
-    choice: LayoutChoice
+    layout: Layout
+    micro_batch: int
+    recipe: Recipe
     device: str
     devices: int
     batch: int
@@ -390,19 +276,19 @@ def published_layouts(name: str) -> tuple[PublishedLayout, ...]:
     """Return the published layouts of a model by its full name."""
     text = files("moefold.planner").joinpath("published_layouts.json").read_text("utf-8")
     layouts = list[PublishedLayout]()
-    columns = "id", "source", "device", "devices", "batch", "seq", "tflops_per_gpu"
+    columns = ("id", "source", "micro_batch", "recipe", "device", "devices", "batch", "seq")
     for row in json.loads(text):
         if row["model"] != name:
             continue
-        choice = LayoutChoice(
-            sizes=Sizes.parse(row["sizes"]),
+        layout = make_layout(
+            Sizes.parse(row["sizes"]),
             schedule=cast("Schedule", SCHEDULE.kinds[row["schedule"]]()),
-            micro_batch=row["micro_batch"],
-            dispatch=row["dispatch"],
-            recipe=row["recipe"],
-            memory_policy=MemoryPolicy(zero=row["zero"], recompute=frozenset(row["recompute"])),
             stages=Stages.parse(row["stages"]),
+            dispatch=make_dispatch(row["dispatch"]),
+            zero=row["zero"],
+            recompute=frozenset(row["recompute"]),
         )
-        values = {column: row.get(column) for column in columns}
-        layouts.append(PublishedLayout(choice=choice, **values))
+        values = {column: row[column] for column in columns}
+        measured = row.get("tflops_per_gpu")
+        layouts.append(PublishedLayout(layout=layout, tflops_per_gpu=measured, **values))
     return tuple(layouts)

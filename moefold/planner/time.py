@@ -255,11 +255,11 @@ def data_parallel_seconds(
 
     # Each pair is the seconds of a collective and the compute that can hide it.
     gathers = 1
-    reductions = m if case.memory_policy.zero == 2 else 1
+    reductions = m if case.layout.zero == 2 else 1
     forward = ring(2.0), ONCE_HIDDEN_SHARE * overlaps.parameters * passes.forward
     hiding = ONCE_HIDDEN_SHARE * overlaps.gradients * passes.backward
     backward = ring(case.number_formats.gradient_bytes), hiding
-    if case.memory_policy.zero == 3 and sizes.pp == 1:
+    if case.layout.zero == 3 and sizes.pp == 1:
         # Weights are gathered and gradients reduced in every micro-batch.
         gathers = m
         reductions = m
@@ -273,20 +273,20 @@ def data_parallel_seconds(
 def _optimizer_seconds(case: Case, stage: StageContents, rates: Rates) -> float:
     """Return the seconds of zeroing gradients and of the update on device, host and disk."""
     numbers = case.number_formats
-    policy = case.memory_policy
+    placement = case.state
     device = case.cluster.device
     counter = collective_counter(case.decoder, StateSharding.of(case))
     local, updated = counter.trained_elements(stage)
     state = numbers.master_bytes + 2 * numbers.matrix_moment_bytes
     moved = updated * (2 * state + 2 * numbers.gradient_bytes + numbers.weight_bytes)
-    moved += (updated if policy.zero > 1 else local) * 2 * numbers.gradient_bytes
+    moved += (updated if case.layout.zero > 1 else local) * 2 * numbers.gradient_bytes
     on_device = moved / (device.memory_bandwidth * rates.memory)
-    offloaded = updated * policy.optimizer_offload
+    offloaded = updated * placement.offloaded_share
     # Elementwise updates fetch parts while others are stored; other updates fetch all, then store.
     transfers = 1 if numbers.optimizer.elementwise else 2
     moved = transfers * offloaded * state
-    disk = moved / DISK_BANDWIDTH if policy.state_on_disk else 0.0
-    if policy.state_step == "device":
+    disk = moved / DISK_BANDWIDTH if placement.at == "disk" else 0.0
+    if placement.step == "device":
         return on_device + (disk + moved / (device.host_bandwidth or device.memory_bandwidth))
     return on_device + (disk + offloaded / HOST_ADAM_RATE)
 

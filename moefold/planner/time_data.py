@@ -203,7 +203,7 @@ def collective_reach(case: Case, collective: Collective) -> GroupReach:
     expert = collective.group == "edp"
     across = collective.across_shards
     shards, replicas = StateSharding.of(case).shards_and_replicas(expert)
-    if case.order != ORDERS[0]:  # pipeline ranks lie between data ranks
+    if case.layout.order != ORDERS[0]:  # pipeline ranks lie between data ranks
         ranks = folding.group(collective.group, 0)
         return listed_reach(cluster, ranks[::shards] if across else ranks[:shards])
     stride = sizes.ep * sizes.etp if expert else sizes.tp
@@ -237,7 +237,7 @@ def exposed_seconds(
         stage: layers of the rank.
         passes: seconds of a micro-batch's forward and backward on the rank.
     """
-    zero = case.memory_policy.zero
+    zero = case.layout.zero
     v = case.sizes.vpp
     gathers, reductions = _runs_per_step(zero, case.num_micro_batches)
     once = ONCE_HIDDEN_SHARE

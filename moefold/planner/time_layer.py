@@ -119,9 +119,9 @@ def layer_time(
         forward, backward = context_seconds(sent, attention, share, setting, policy.context)
         again = forward if policy.recompute & {"block", "attention"} else 0.0
         time.add_part("cp", forward, backward + again)
-    if policy.offload or policy.disk or policy.spill:
+    if policy.offload.moves_layers:
         _add_offload(time, *inputs, policy)
-    if policy.pages:
+    if policy.pages is not None:
         # Rows are copied to pages in forward, and back in backward.
         rows = offload_bytes((sublayer_work(block.ffn, share),), frozenset({"experts"}))
         moved = 2 * (setting.width / BF16) * rows
@@ -276,9 +276,9 @@ def _add_offload(
     """Add the cost of offloading to host and disk: memory traffic, and exposed transfers."""
     device = setting.cluster.device
     parts = sublayer_work(block.attention, share), sublayer_work(block.ffn, share)
-    host = offload_bytes(parts, policy.offload) * policy.offload_share
-    host += offload_bytes(parts, frozenset({"experts"})) * policy.spill
-    disk = offload_bytes(parts, policy.disk) * policy.disk_share
+    host, disk = (offload_bytes(parts, modules) * share for modules, share in policy.offload.tiers)
+    if policy.pages is not None:
+        host += offload_bytes(parts, frozenset({"experts"})) * policy.pages.spill
     host, disk = (size * setting.width / BF16 for size in (host, disk))
     moved = host + disk
     if not moved:

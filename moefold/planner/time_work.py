@@ -12,19 +12,21 @@ from math import ceil
 from typing import NamedTuple
 
 from moefold.config.base import Record
-from moefold.layers.config import Context
+from moefold.layers.config import Context, Offload, OffloadToPages
 from moefold.mesh.shares import largest_share
-from moefold.planner.case import Case, Dispatcher, Software, bytes_per_activation
+from moefold.planner.case import NO_OFFLOAD, Case, Software, bytes_per_activation
 from moefold.planner.curves import Constants, Product, Rates, constants
 from moefold.planner.hardware import Cluster
 from moefold.planner.memoize import memoize
 from moefold.spec.decoder import has_routing
 from moefold.spec.layer import (
+    NOTHING,
     RING,
     Attention,
     Axis,
     LayerSpec,
     Matmul,
+    Modules,
     Operation,
     Rows,
     Scan,
@@ -37,7 +39,7 @@ FP32 = 4
 NORM_PASSES = 8
 NORM_PASSES_BACKWARD = 12
 """Reads and writes of a row by two norms and two residual sums."""
-PERMUTING_DISPATCHERS: tuple[Dispatcher, ...] = ("deep_ep", "hybrid_ep", "nccl_ep")
+PERMUTING_DISPATCHERS = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
 QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
 """Minimum bytes moved per value: read in bf16 (twice if the whole tensor's scale is computed
@@ -142,32 +144,26 @@ class LayerPolicy(NamedTuple):
     """Dispatch, recompute and offload of a layer."""
 
     dispatch: str
-    recompute: frozenset[str] = frozenset()
-    offload: frozenset[str] = frozenset()
-    offload_share: float = 1.0
-    disk: frozenset[str] = frozenset()
-    disk_share: float = 1.0
+    recompute: Modules = NOTHING
+    offload: Offload = NO_OFFLOAD
     context: Context = RING
     clones: int = 0
     """Slots per rank for clones of experts."""
-    pages: bool = False
-    """Whether experts' rows are stored in pages between forward and backward."""
-    spill: float = 0.0
-    """Share of layers whose pages are offloaded to the host."""
     rows_per_hop: tuple[int, ...] = ()
     """Rows that a rank sends in each exchange if room is stated, filled or not."""
 
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
         """Return the policy of a case."""
-        memory = case.memory_policy
         fixed = case.fixed_dispatch
-        pages = memory.page > 0 and "block" not in memory.recompute
-        return cls(
-            case.dispatch, memory.recompute, memory.offload, memory.offload_share, memory.disk,
-            memory.disk_share, case.context, case.clones, pages, memory.spill * pages,
-            fixed.rows_per_hop(case.sizes.ep) if fixed else (),
-        )  # fmt: skip
+        hops = fixed.rows_per_hop(case.sizes.ep) if fixed else ()
+        exchanges = case.context, case.clones, hops
+        return cls(case.dispatch, case.recompute, case.offload, *exchanges)
+
+    @property
+    def pages(self) -> OffloadToPages | None:
+        """Pages of experts' rows between forward and backward; a whole block recomputes these."""
+        return None if "block" in self.recompute else self.offload.pages
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,14 +19,13 @@ from moefold.config.slot import build
 from moefold.data.batch import random_batches
 from moefold.kernels.attention.sdpa import attention
 from moefold.layers.kinds.gqa import Gqa
-from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel.apply import single_rank_parts
+from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, NumberFormats
 from moefold.planner.hardware import Machine
@@ -34,7 +33,6 @@ from moefold.planner.task import task_from_run
 from moefold.planner.time import estimate_time, newton_schulz_seconds
 from moefold.planner.time_work import build_setting
 from moefold.run import Run
-from moefold.schedule.config import OneFOneB
 from moefold.training.machine import HOST_BYTES, cpu_name
 from moefold.training.step import gradients
 
@@ -85,10 +83,7 @@ class SmallModel:
             batch=self.sequences * self.micro_batches,
             micro_batch=self.sequences,
             cluster=machine.cluster,
-            sizes=Sizes(),
-            stages=Stages.balanced(1, 1, self.layers),
-            schedule=OneFOneB(),
-            dispatch="local",
+            layout=Layout(),
             load=1.0,
             number_formats=NumberFormats(
                 precision, self.optim, weight_bytes=0 if precision == "fp32" else 2
@@ -149,8 +144,8 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
 
 
 def _case(run: Run, machine: Machine) -> Case:
-    task, choice = task_from_run(run, machine.cluster, load=1.0)
-    return choice.build_case(task)
+    task, layout = task_from_run(run, machine.cluster, load=1.0)
+    return task.case(layout)
 
 
 # ----------------------------------------------------------------------------- kernels

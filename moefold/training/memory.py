@@ -26,7 +26,7 @@ from moefold.layers.config import Auto
 from moefold.planner.hardware import Cluster, cpu_device, device_by_name, find_device, with_memory
 from moefold.planner.memory import StageMemory, estimate_memory
 from moefold.planner.recompute import FALLBACK_DEVICE
-from moefold.planner.task import resolve_memory_policy, task_from_run, with_memory_policy
+from moefold.planner.task import resolve_layout, task_from_run
 from moefold.run import Run
 from moefold.training.machine import HOST_BYTES
 
@@ -45,8 +45,8 @@ def resolve_recompute(run: Run, world: World) -> Run:
     """
     if not isinstance(run.layout.recompute, Auto):
         return run
-    keeping = run_on_first(lambda: resolve_memory_policy(run, cluster_of(world)), world.on_host)
-    return with_memory_policy(run, keeping)
+    layout = run_on_first(lambda: resolve_layout(run, cluster_of(world)), world.on_host)
+    return run.model_copy(update={"layout": layout})
 
 
 def cluster_of(world: World) -> Cluster:
@@ -124,8 +124,8 @@ def _plan(run: Run, world: World) -> StageMemory:
     Raises:
         ValueError: if it cannot be planned.
     """
-    task, choice = task_from_run(run, cluster_of(world))
-    by_stage = estimate_memory(choice.build_case(task))
+    task, layout = task_from_run(run, cluster_of(world))
+    by_stage = estimate_memory(task.case(layout))
     return next(stage for stage in by_stage if stage.rank == world.attention.pp)
 
 

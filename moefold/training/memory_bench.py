@@ -22,7 +22,7 @@ from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case, bytes_per_activation
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import fullest_rank, memory_after_each, stage_bytes
-from moefold.planner.task import task_from_run, with_memory_policy
+from moefold.planner.task import task_from_run
 from moefold.run import Run, require_fit
 from moefold.training.machine import HOST_BYTES
 from moefold.training.memory_probe import measure_step, state_bytes
@@ -55,9 +55,9 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
     """
     require_fit(run, world)
     cluster = Cluster(cpu_device(1e11, 1e10, HOST_BYTES), world, 1, 1)
-    task, choice = task_from_run(run, cluster, load=1.0)
-    run = with_memory_policy(run, choice.memory_policy)
-    case = choice.build_case(task)
+    task, layout = task_from_run(run, cluster, load=1.0)
+    run = run.model_copy(update={"layout": layout})
+    case = task.case(layout)
     available = cluster.device.memory_bytes
     needed = fullest_rank(case).peak_allocated * world
     if needed > available:
@@ -65,7 +65,7 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
             f"{run.name} on {world} ranks needs {needed / 1e9:.1f} GB, and this machine has "
             f"{available / 1e9:.1f} GB; reduce the model's layers or width, or data.seq"
         )
-    precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
+    precision: Precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
     planned = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
     planned_parts = [[parts for parts, _ in line] for line in planned]
     args = run, precision, case.num_micro_batches, planned_parts

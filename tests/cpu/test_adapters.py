@@ -273,8 +273,8 @@ def test_a_lora_run_of_qwen3_30b_fits_one_device_of_80_gb() -> None:
             "layout.recompute={kind: full}",
         ],
     )
-    task, choice = task_from_run(run, parse_cluster("h100x1"))
-    memory = fullest_rank(choice.build_case(task))
+    task, layout = task_from_run(run, parse_cluster("h100x1"))
+    memory = fullest_rank(task.case(layout))
     weights = list(model_weights(run.decoder()))
     trained = sum(w.elements for w in weights if not w.frozen)
     fixed = sum(w.elements * (2 if w.reads_compute_dtype else 4) for w in weights if w.frozen)

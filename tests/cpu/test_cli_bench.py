@@ -58,8 +58,8 @@ def test_a_small_step_runs() -> None:
 
 def step_of(file: Path) -> float:
     """Return the seconds of a step of ``tiny`` on a machine file's cluster."""
-    task, choice = task_from_run(load_run("tiny"), Machine.read(file).cluster, load=1.0)
-    return estimate_time(choice.build_case(task)).seconds
+    task, layout = task_from_run(load_run("tiny"), Machine.read(file).cluster, load=1.0)
+    return estimate_time(task.case(layout)).seconds
 
 
 def test_the_command_writes_a_machine_and_shows_the_step(

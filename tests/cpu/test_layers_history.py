@@ -18,7 +18,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import NumberFormats
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import estimate_memory
-from moefold.planner.task import TrainingTask, layout_choice
+from moefold.planner.task import TrainingTask
 from moefold.training import step
 from moefold.training.memory_probe import state_bytes
 from tests.cpu.runs import job_of
@@ -100,7 +100,7 @@ def test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> 
     task = TrainingTask(
         "delayed", narrow, 20, 1, cluster, NumberFormats("fp8_tensor", AdamW(lr=1e-3), 0)
     )
-    (found,) = estimate_memory(layout_choice(Layout(zero=zero), 1, "fp8_tensor").build_case(task))
+    (found,) = estimate_memory(task.case(Layout(zero=zero)))
     assert state_bytes(data)["weights"] == found.state.weights
 
 

@@ -19,7 +19,7 @@ from moefold.parallel.pipeline.recording import Graph
 from moefold.planner.case import Case
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import stage_bytes
-from moefold.planner.task import TrainingTask, layout_choice
+from moefold.planner.task import TrainingTask
 from moefold.proof import capture
 from moefold.proof.case import ProofCase, Subject, micro_batch_count
 from moefold.proof.rank_run import micro_batches
@@ -110,10 +110,9 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
 
 def planned(case: ProofCase, subject: Subject) -> Case:
     """Return the planner's case of the same step."""
-    choice = layout_choice(case.layout, 1, "bf16")
     where, dp = parse_cluster(f"h100x{case.world}"), case.folding.dp
     task = TrainingTask("", subject.decoder, subject.rows, subject.micro_batches // dp * dp, where)
-    return choice.build_case(task)
+    return task.case(case.layout)
 
 
 def check(model: str, ranks: int, given: dict[str, Any]) -> None:

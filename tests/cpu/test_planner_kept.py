@@ -10,7 +10,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench.planner_memory import rows
 from moefold.config.base import Record
 from moefold.kernels.quantise.config import QUANTISE, Quantise
-from moefold.layers.config import Activation, Full, Offload, RecomputeKind, Selective, Temperature
+from moefold.layers.config import (
+    Activation,
+    Full,
+    Offload,
+    OffloadToHost,
+    RecomputeKind,
+    Selective,
+    Temperature,
+)
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
@@ -20,11 +28,10 @@ from moefold.layers.offload import ActivationOffload
 from moefold.layers.saved_tensors import SavedTensors
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
-from moefold.planner.case import MemoryPolicy
 from moefold.planner.memory_chunk import offloaded_tensors
 from moefold.planner.memory_saved import deferred_operands, saved_bytes, saved_tensors
 from moefold.spec.codes import coded_blocks
-from moefold.spec.layer import Shape, recomputed_modules
+from moefold.spec.layer import NOTHING, Shape, recomputed_modules
 from tests.cpu.alive import (
     HIDDEN,
     LENGTH,
@@ -236,7 +243,7 @@ def test_b55_codes_leave_for_the_host_as_planned() -> None:
         out = layer(x_TD, flow)
     (coded,) = coded_blocks(decoder_of(block, record))
     parts = saved_tensors(coded, Shape(HIDDEN, SEQUENCES * LENGTH))
-    gone = offloaded_tensors(parts, MemoryPolicy(offload=frozenset(modules)))[0]
+    gone = offloaded_tensors(parts, NOTHING, Offload(host=OffloadToHost(modules=modules)))[0]
     assert any(part.name.endswith(".codes") for part in gone)
     assert places.stores["host"].stats.held == sum(part.bytes for part in gone)
     del out

@@ -28,16 +28,12 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, InFlight
 from moefold.planner.case import (
     Case,
-    MemoryPolicy,
     NumberFormats,
     Recipe,
     Software,
 )
 from moefold.planner.hardware import Cluster, cpu_device
-from moefold.planner.task import layout_choice
-from moefold.schedule.config import Interleaved, OneFOneB
 from moefold.schedule.table import Action
-from moefold.spec.layer import recomputed_modules
 from moefold.training import step
 from tests.cpu import small
 from tests.gloo.pipelines import Recording, recording
@@ -109,8 +105,6 @@ class Sending:
         if isinstance(where.dispatch, TwoLevel):
             node = where.dispatch.node * sizes.etp
         folding = Folding(sizes, self.ranks)
-        schedule: Any = where.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
-        chosen = layout_choice(where, SEQUENCES, self.precision)
         wide = self.precision == "fp32"
         return Case(
             decoder=record,
@@ -118,21 +112,12 @@ class Sending:
             batch=SEQUENCES * self.micro_batches * folding.dp,
             micro_batch=SEQUENCES,
             cluster=Cluster(cpu_device(1e11, 1e10, 2**34), self.ranks, node, node),
-            sizes=sizes,
-            stages=where.stages_of(len(record.blocks)),
-            schedule=schedule,
-            dispatch=chosen.dispatch,
+            layout=where,
             load=1.0,
             number_formats=NumberFormats(
                 self.precision, self.optimizer, weight_bytes=0 if wide else 2
             ),
-            memory_policy=MemoryPolicy(
-                where.zero, where.zero_ranks, recomputed_modules(where.recompute)
-            ),
             software=Software(loss_chunk=LOSS_CHUNK),
-            context=chosen.context,
-            max_rows=chosen.max_rows,
-            clones=chosen.clones,
         )
 
     def planned(self, rank: int, choices: Choices) -> Totals:

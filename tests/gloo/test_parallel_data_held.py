@@ -14,7 +14,7 @@ from moefold.planner.case import NumberFormats, Recipe, StageContents, distinct_
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory_chunk import two_largest, unsharded_units
 from moefold.planner.memory_state import StateSharding
-from moefold.planner.task import TrainingTask, layout_choice
+from moefold.planner.task import TrainingTask
 from moefold.spec.decoder import model_weights
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
@@ -128,8 +128,7 @@ def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
     task = TrainingTask(
         "held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers
     )
-    choice = layout_choice(case.layout, 1, precision)
-    planned = StateSharding.of(choice.build_case(task)).local_state(model_weights(record))
+    planned = StateSharding.of(task.case(case.layout)).local_state(model_weights(record))
     for rank in (seen[precision, zero] for seen in seen()):
         runs = [(length * RANKS, width) for _, length, width, _ in rank["buckets"]]
         padding = 4 * (sum(length for length, _ in runs) - rank["whole"])
@@ -148,7 +147,7 @@ def test_what_passes_have_whole_is_what_the_planner_says(zero: int) -> None:
     where = Cluster(cpu_device(1e11, 1e10, 2**34), RANKS, RANKS, RANKS)
     numbers = NumberFormats("fp32", OPTIMIZERS[case.optim], weight_bytes=0)
     task = TrainingTask("held", record, 24, 4 * RANKS, where, numbers)
-    split = StateSharding.of(layout_choice(case.layout, 1, "fp32").build_case(task))
+    split = StateSharding.of(task.case(case.layout))
     held = StageContents(tuple((kind, 1) for kind in distinct_blocks(record)[1]), 0, True, True)
     weights, gradients = map(two_largest, unsharded_units(record, split, held))
     for rank in seen():

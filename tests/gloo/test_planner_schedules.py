@@ -25,14 +25,11 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import (
     Case,
-    MemoryPolicy,
     NumberFormats,
-    offload_fields,
 )
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.spec.decoder import with_multi_token
-from moefold.spec.layer import recomputed_modules
 from moefold.training.memory_probe import measure_step
 from tests.cpu.alive import HIDDEN
 from tests.cpu.test_planner_kept import BLOCKS, steady
@@ -223,27 +220,15 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
 def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
     """Return the same of a pipeline rank."""
     layout, world = asked.layout, asked.world
-    sizes, (kind, rows, slots) = layout.split, asked.room or ("local", None, 0)
-    kind = "alltoall" if asked.even else kind
     case = Case(
         decoder=asked.decoder,
         seq=SEQ,
-        batch=ROWS * MICRO * Folding(sizes, world).dp,
+        batch=ROWS * MICRO * Folding(layout.split, world).dp,
         micro_batch=ROWS,
         cluster=Cluster(cpu_device(1e11, 1e10, 2**34), world, 1, 1),
-        sizes=sizes,
-        stages=layout.stages_of(asked.layers, len(asked.ahead)),
-        schedule=layout.schedule,  # type: ignore[arg-type]
-        dispatch=kind,
-        max_rows=rows,
-        clones=slots,
+        layout=layout,
         load=1.0,
         number_formats=NumberFormats(asked.codes or "fp32", AdamW(lr=1e-3), weight_bytes=0),
-        memory_policy=MemoryPolicy(
-            zero=asked.zero,
-            recompute=recomputed_modules(layout.recompute),
-            **offload_fields(layout.offload),
-        ),
     )
     row = case.rows * HIDDEN * (2 if asked.codes else 4)
     crossing = held_messages(plan_rank(layout, rank, MICRO))

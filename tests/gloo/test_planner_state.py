@@ -14,7 +14,7 @@ from moefold.parallel.config import StatePlacement
 from moefold.planner.case import NumberFormats, Recipe
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import StageMemory, estimate_memory
-from moefold.planner.task import TrainingTask, layout_choice
+from moefold.planner.task import TrainingTask
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import quick_folder
 from tests.gloo.harness import run_ranks
@@ -93,7 +93,7 @@ def planned(case: Case, precision: Recipe, place: StatePlacement) -> StageMemory
     cluster = Cluster(device, RANKS, RANKS, RANKS)
     task = TrainingTask("state", record, 24, 4 * RANKS, cluster, numbers)
     layout = case.layout.model_copy(update={"state": place})
-    (found,) = estimate_memory(layout_choice(layout, 1, precision).build_case(task))
+    (found,) = estimate_memory(task.case(layout))
     return found
 
 

@@ -157,9 +157,7 @@ def priced(sending: Sending, rank: int) -> dict[tuple[str, str], tuple[int, int]
         ranks = collective_reach(case, one).size
         if one.group not in ("dp_cp", "edp") or ranks == 1:
             continue
-        times = number * (
-            case.num_micro_batches if one.per_micro_batch(case.memory_policy.zero) else 1
-        )
+        times = number * (case.num_micro_batches if one.per_micro_batch(case.layout.zero) else 1)
         sent = round(one.bytes * (ranks - 1) / ranks * (2 if one.op == "all_reduce" else 1))
         calls, total = found.get((one.group, one.op), (0, 0))
         found[one.group, one.op] = calls + times, total + times * sent

@@ -9,7 +9,6 @@ import yaml
 
 from moefold.config.base import Record
 from moefold.config.check import check
-from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_violations
 from moefold.moe.dispatch.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
@@ -21,7 +20,6 @@ from moefold.planner.plan import Plan, PlannedLayout, plan, run_file_fragment
 from moefold.planner.task import (
     NCCL_EP_NOTE,
     UNMEASURED_NOTE,
-    layout_choice,
     task_from_run,
 )
 from moefold.planner.time import estimate_time
@@ -29,6 +27,7 @@ from moefold.planner.time_work import build_setting
 from moefold.run import Run, load_run, require_fit
 from moefold.spec.decoder import model_needs
 from moefold.training.losses.config import Distill, Dpo
+from tests.planning import relaid
 from tests.traffic.step import traffic
 
 MATRIX = pytest.mark.matrix
@@ -61,8 +60,7 @@ def as_printed(found: Plan) -> PlannedLayout:
     assert not size_violations(layout.split, model, world, layout.order, layout.stages)
     assert not [*layout.violations(model), *layout.world_violations(world)]
     assert not list(layout.step_violations(task.batch // train["micro_batch"]))
-    choice = layout_choice(layout, train["micro_batch"], train["precision"])
-    return PlannedLayout(choice, choice.build_case(task))
+    return PlannedLayout(task.case(layout, train["micro_batch"], train["precision"]))
 
 
 def same(one: PlannedLayout, other: PlannedLayout) -> None:
@@ -89,8 +87,8 @@ def test_the_run_file_is_planned_alike(name: str, where: str, tmp_path) -> None:
     path.write_text(yaml.safe_dump({"base": name, **run_file_fragment(found.trainable)}))
     run = load_run(path)
     require_fit(run, found.task.cluster.devices)
-    task, choice = task_from_run(run, found.task.cluster)
-    same(PlannedLayout(choice, choice.build_case(task)), found.trainable)
+    task, layout = task_from_run(run, found.task.cluster)
+    same(PlannedLayout(task.case(layout)), found.trainable)
 
 
 def test_a_run_file_takes_back_what_its_base_has(tmp_path) -> None:
@@ -108,8 +106,8 @@ def test_a_run_file_takes_back_what_its_base_has(tmp_path) -> None:
     run = load_run(path)
     require_fit(run, 2)
     assert run.layout.recompute is None and run.layout.experts == "loop"
-    task, choice = task_from_run(run, found.task.cluster)
-    same(PlannedLayout(choice, choice.build_case(task)), found.trainable)
+    task, layout = task_from_run(run, found.task.cluster)
+    same(PlannedLayout(task.case(layout)), found.trainable)
 
 
 def groups_of_moments(*overrides: str) -> Run:
@@ -166,9 +164,9 @@ def test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks
     wide = ("model.shape={hidden: 256, layers: 2, heads: 4, kv_heads: 2, head_dim: 128, experts: 8,"
             " top_k: 2, expert_width: 256}", "data.seq=512", "train.batch=32")  # fmt: skip
     run = load_run("tiny", [*wide, "layout.sizes=tp2 ep2"])
-    task, choice = task_from_run(run, parse_cluster("h100x4"))
-    choice = replace(choice, recipe="fp8_block", sizes=Sizes.parse(sizes))
-    layout = PlannedLayout(choice, choice.build_case(task))
+    task, own = task_from_run(run, parse_cluster("h100x4"))
+    own = own.model_copy(update={"sizes": sizes})
+    layout = PlannedLayout(task.case(own, recipe="fp8_block"))
     assert layout.unsupported == (() if rows else ("precision fp8_block",))
     if rows:
         said = run_file_fragment(layout)["train"]
@@ -177,8 +175,8 @@ def test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks
         again = load_run("tiny", [*wide, f"layout.sizes={sizes}", f"train.quantise={given}"])
         record = again.train.quantise
         assert (record.kind, record.rows) == ("fp8_block", rows)  # type: ignore[union-attr]
-        planned = task_from_run(again, parse_cluster("h100x4"))[1]
-        assert planned.recipe == choice.recipe
+        planned = task_from_run(again, parse_cluster("h100x4"))[0]
+        assert planned.number_formats.recipe == layout.recipe
 
 
 def test_layers_of_other_stacks_have_no_run_file() -> None:
@@ -194,8 +192,8 @@ def test_layers_of_other_stacks_have_no_run_file() -> None:
 def case(*overrides: str, devices: int = 4) -> Case:
     """Return the step of a recipe with changes."""
     run = load_run("olmoe_1b_7b", ["train.batch=32", *overrides])
-    task, choice = task_from_run(run, parse_cluster(f"h100x{devices}"))
-    return choice.build_case(task)
+    task, layout = task_from_run(run, parse_cluster(f"h100x{devices}"))
+    return task.case(layout)
 
 
 FIELDS = {
@@ -251,7 +249,7 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
 def test_a_context_that_does_not_fit_is_refused() -> None:
     one = case('layout.sizes="cp4"', "layout.context=all_to_all")
     with pytest.raises(ValueError, match="context: "):
-        replace(one, sizes=Sizes(tp=16, cp=2), cluster=parse_cluster("h100x32"))
+        relaid(one, sizes="tp16 cp2", cluster=parse_cluster("h100x32"))
 
 
 def test_the_chunk_of_the_loss_is_planned() -> None:

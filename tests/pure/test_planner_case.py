@@ -2,16 +2,16 @@
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from moefold.layers.config import Full, Selective
-from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.model.config import MultiToken
-from moefold.planner.case import Case, MemoryPolicy
+from moefold.parallel.config import Layout
+from moefold.planner.case import Case
 from moefold.planner.hardware import parse_cluster
+from moefold.planner.layouts import OptimizerOnHost, OtherRecompute, make_recompute
 from moefold.run import load_run
 from moefold.schedule.config import (
     Interleaved,
@@ -19,11 +19,18 @@ from moefold.schedule.config import (
 )
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import recomputed_modules
+from tests.planning import laid
 from tests.schedule_checker import peak_in_flight
 
 DECODER = with_multi_token(load_run("deepseek_v3").decoder(), [MultiToken()])
 SCHEDULE = Interleaved()
-LAYOUT = "Et*4|(tttt|)*14tmL"
+PUBLISHED = laid(
+    sizes="pp4 vpp4 ep64", stages="Et*4|(tttt|)*14tmL", schedule=SCHEDULE, dispatch="hybrid_ep"
+)
+
+
+def restaged(stages: str) -> Layout:
+    return PUBLISHED.model_copy(update={"stages": stages})
 
 
 def case(**changes: Any) -> Case:
@@ -33,10 +40,7 @@ def case(**changes: Any) -> Case:
         "batch": 8192,
         "micro_batch": 1,
         "cluster": parse_cluster("gb300x256"),
-        "sizes": Sizes.parse("pp4 vpp4 ep64"),
-        "stages": Stages.parse(LAYOUT),
-        "schedule": SCHEDULE,
-        "dispatch": "hybrid_ep",
+        "layout": PUBLISHED,
         "load": 1.0,
     }
     return Case(**known | changes)
@@ -53,15 +57,15 @@ def test_what_follows_from_a_published_layout() -> None:
 
 
 def test_rows_are_split_over_tp_and_cp() -> None:
-    sizes = Sizes.parse("tp2 cp4 pp4 vpp4 ep32")
-    assert case(sizes=sizes, micro_batch=2).rows == 2 * 4096 // 8
+    layout = PUBLISHED.model_copy(update={"sizes": "tp2 cp4 pp4 vpp4 ep32"})
+    assert case(layout=layout, micro_batch=2).rows == 2 * 4096 // 8
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stages": Stages.parse("Et*61L")}, "pp . vpp is 16"),
-        ({"stages": Stages.parse("E|(tttt|)*14tmL")}, "hold 57 layers, but the model has 61"),
+        ({"layout": restaged("Et*61L")}, "pp . vpp is 16"),
+        ({"layout": restaged("E|(tttt|)*14tmL")}, "hold 57 layers, but the model has 61"),
         ({"batch": 8191}, "a multiple of dp . micro_batch = 64"),
         ({"load": 0.5}, "must be at least 1"),
         ({"cluster": parse_cluster("h100x100")}, "a multiple of"),
@@ -72,19 +76,16 @@ def test_what_no_run_could_have_is_refused(changes: dict[str, Any], words: str) 
         case(**changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"zero": 4}, "zero 4"),
-        ({"recompute": frozenset(("mlp",))}, r"recompute \['mlp'\]"),
-        ({"offload": frozenset(("all",))}, r"offload \['all'\]"),
-        ({"offload_share": 1.5}, "offload_share 1.5"),
-        ({"optimizer_offload": -1.0}, "optimizer_offload -1.0"),
-    ],
-)
-def test_what_is_kept_is_checked(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        MemoryPolicy(**changes)
+def test_modules_of_other_software_are_checked_too() -> None:
+    modules: Any = frozenset(("norms", "moe_act"))
+    record = make_recompute(modules)
+    assert isinstance(record, OtherRecompute) and record.recomputed == modules
+    assert make_recompute(frozenset(("norms", "gather"))) == Selective(modules=("gather", "norms"))
+    assert make_recompute(frozenset(("block",))) == Full() and make_recompute(frozenset()) is None
+    with pytest.raises(ValueError, match="mlp"):
+        make_recompute(cast(Any, frozenset(("mlp",))))
+    with pytest.raises(ValueError, match="share"):
+        OptimizerOnHost(share=-1.0)
 
 
 def test_recompute_records_of_a_run_file_have_their_modules() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.parallel.config import Layout
 from moefold.planner.goodput import (
     Faults,
     Price,
@@ -16,7 +17,7 @@ from moefold.planner.goodput import (
 )
 from moefold.planner.hardware import Cluster, cpu_device, parse_cluster
 from moefold.planner.published import published_model
-from moefold.planner.task import LayoutChoice, task_from_model
+from moefold.planner.task import task_from_model
 
 # 16,384 devices that fail 4.7e-4 times a day: stall, restart, minutes between saves, ETTR.
 WORKED = [
@@ -60,10 +61,10 @@ def test_refuses_what_is_no_rate() -> None:
 
 def test_curves_reach_far_and_fall() -> None:
     task = task_from_model(published_model("OLMoE-1B-7B"), parse_cluster("h100x8"), 64)
-    weak = scaling_curve(task, LayoutChoice(), "weak")
+    weak = scaling_curve(task, task.case(Layout()), "weak")
     assert weak[-1].devices == 65536 and weak[-1].batch == 8 * 65536
     assert all(b.ettr < a.ettr for a, b in itertools.pairwise(weak))
-    strong = scaling_curve(task, LayoutChoice(), "strong")
+    strong = scaling_curve(task, task.case(Layout()), "strong")
     assert [point.devices for point in strong] == [1, 2, 4, 8, 16, 32, 64]
     assert {point.batch for point in strong} == {64}
     rates = [point.tflops_per_gpu for point in strong]

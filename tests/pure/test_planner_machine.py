@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from moefold.layers.kinds.mla import Mla
-from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon
+from moefold.parallel.config import Layout
 from moefold.planner.case import Case, NumberFormats
 from moefold.planner.curves import constants
 from moefold.planner.hardware import Machine, default_machine_file, parse_cluster
@@ -18,7 +17,6 @@ from moefold.planner.memory import GPU_OVERHEADS, software_overheads
 from moefold.planner.task import task_from_run
 from moefold.planner.time import estimate_time, newton_schulz_seconds
 from moefold.run import load_run
-from moefold.schedule.config import OneFOneB
 
 RATES = {
     "gemm": 1.0, "half": 0.0, "memory": 1.0, "device": 1.0, "kernel_s": 1e-6, "launch_s": 0.0,
@@ -43,8 +41,7 @@ def case(machine: Machine = MACHINE, **numbers: object) -> Case:
     block = Block(attention=attends, ffn=Moe(width=128, router=Router(experts=8, top_k=2)))
     decoder = Decoder(vocab=1024, hidden=128, stacks=(Stack(repeat=2, blocks=(block,)),))
     return Case(
-        decoder, 256, 4, 4, machine.cluster, Sizes(), Stages.balanced(1, 1, 2), OneFOneB(),
-        "local", 1.0, NumberFormats(**numbers),
+        decoder, 256, 4, 4, machine.cluster, Layout(), 1.0, NumberFormats(**numbers),
     )  # fmt: skip
 
 
@@ -157,6 +154,7 @@ def test_orthogonal_updates_take_their_products_by_hand() -> None:
 def test_auto_is_planned_as_what_the_machine_is_faster_in(bf16: float) -> None:
     """Plant: plan ``auto`` as bf16 whatever ``moefold bench`` measured."""
     run = load_run("demo")
-    _, choice = task_from_run(run, replace(MACHINE, bf16=bf16).cluster)
-    assert choice.recipe == ("bf16" if bf16 > MACHINE.fp32 else "fp32")
-    assert task_from_run(run, parse_cluster("a100x1"))[1].recipe == "bf16"
+    task, _ = task_from_run(run, replace(MACHINE, bf16=bf16).cluster)
+    assert task.number_formats.recipe == ("bf16" if bf16 > MACHINE.fp32 else "fp32")
+    task, _ = task_from_run(run, parse_cluster("a100x1"))
+    assert task.number_formats.recipe == "bf16"

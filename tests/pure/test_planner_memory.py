@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from memory_ablation import savings
 
+from moefold.layers.config import Offload, OffloadToHost
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
-from moefold.planner.case import Case, MemoryPolicy, NumberFormats, Software
+from moefold.planner.case import Case, NumberFormats, Software
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.memory import (
     StageMemory,
@@ -32,6 +32,7 @@ from moefold.planner.untrained import AbsentLayer, Mamba2, UngatedMoe, make_bloc
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import embedding_weight, model_weights, with_multi_token
 from moefold.spec.layer import Weight
+from tests.planning import laid, relaid
 from tests.published import decoder, qk_norms
 from tests.schedule_checker import peak_in_flight
 from tests.traffic.calls import elements_here, place_weights
@@ -58,19 +59,14 @@ def stage_states(case: Case) -> list[StateBytes]:
 def layout(entry: dict[str, Any]) -> Case:
     model, vpp = decoder(entry["model"]), entry["vpp"] or 1
     axes = {axis: entry[axis] for axis in ("tp", "cp", "pp", "ep", "etp")}
-    stages = Stages.balanced(entry["pp"], vpp, len(model.blocks), entry["mtp"] or 0)
     return Case(
         with_multi_token(model, [MultiToken()] * (entry["mtp"] or 0)),
         entry["seq"],
         64 * entry["world"],
         entry["mbs"],
         parse_cluster(f"h100x{entry['world']}"),
-        Sizes(**axes, vpp=vpp),
-        stages,
-        Interleaved() if vpp > 1 else OneFOneB(),
-        "alltoall",
+        laid(sizes=Sizes(**axes, vpp=vpp), zero=int(entry["dist_opt"])),
         1.0,
-        memory_policy=MemoryPolicy(zero=int(entry["dist_opt"])),
         software=MEGATRON,
     )
 
@@ -122,12 +118,9 @@ def mixtral_2b(run: dict[str, Any]) -> Case:
     ffn = Moe(width=5504, router=Router(experts=8, top_k=2))
     stack = Stack(repeat=4, blocks=(Block(attention=attention, ffn=ffn),))
     model = Decoder(vocab=32000, hidden=2048, stacks=(stack,))
-    sizes, stages = Sizes(tp=run["tp"], etp=run["tp"]), Stages.parse("Et*4L")
     where, mbs = parse_cluster("h100x8"), run["mbs"]
-    return Case(
-        model, 4096, 8 * mbs, mbs, where, sizes, stages, OneFOneB(), "alltoall", 1.0,
-        software=MEGATRON,
-    )  # fmt: skip
+    asked = laid(sizes=Sizes(tp=run["tp"], etp=run["tp"]))
+    return Case(model, 4096, 8 * mbs, mbs, where, asked, 1.0, software=MEGATRON)
 
 
 @pytest.mark.parametrize("run", DATA["measured"]["runs"], ids=str)
@@ -140,12 +133,9 @@ def test_measured_peaks_of_eight_gpus(run: dict[str, Any]) -> None:
 
 def deepseek(recompute: frozenset[Any] = frozenset()) -> Case:
     model = with_multi_token(decoder("deepseek-v3"), [MultiToken()])
-    stages = Stages.parse("Et*4|(tttt|)*14tmL")
-    sizes = Sizes(pp=4, vpp=4, ep=64)
-    return Case(
-        model, 4096, 8192, 1, parse_cluster("gb200x256"), sizes, stages, Interleaved(), "alltoall",
-        1.0, memory_policy=MemoryPolicy(recompute=recompute), software=MEGATRON,
-    )  # fmt: skip
+    asked = laid(sizes="pp4 vpp4 ep64", stages="Et*4|(tttt|)*14tmL", recompute=recompute)
+    where = parse_cluster("gb200x256")
+    return Case(model, 4096, 8192, 1, where, asked, 1.0, software=MEGATRON)
 
 
 def test_activations_of_deepseek_v3_are_those_of_the_paper() -> None:
@@ -208,12 +198,12 @@ def published(row: dict[str, Any]) -> Case:
     narrow = 2 if row["model"] in ("Moonlight", "Nano") else 4
     sizes = Sizes(tp=row["tp"], ep=row["ep"], etp=row.get("etp", 1))
     schedule = Merged() if row.get("merged") else OneFOneB()
-    stages = Stages.balanced(1, 1, len(model.blocks))
     batch = row["world"] // row["tp"] * (4 if row.get("merged") else 1)
+    again = frozenset(row["recompute"])
+    asked = laid(sizes=sizes, schedule=schedule, dispatch="hybrid_ep", recompute=again)
     return Case(
-        model, row["seq"], batch, 1, parse_cluster(f"h100x{row['world']}"), sizes, stages, schedule,
-        "hybrid_ep", 1.0, NumberFormats(gradient_bytes=2, moment_bytes=narrow),
-        MemoryPolicy(recompute=frozenset(row["recompute"])),
+        model, row["seq"], batch, 1, parse_cluster(f"h100x{row['world']}"), asked, 1.0,
+        NumberFormats(gradient_bytes=2, moment_bytes=narrow),
         replace(MEGATRON, cuda_graphs=row.get("graphs", "none")),
     )  # fmt: skip
 
@@ -232,14 +222,13 @@ def small(pp: int = 4, schedule: Schedule | None = None, m: int = 12, **changes:
     stack = Stack(repeat=12, blocks=(Block(attention=attention, ffn=ffn),))
     model = Decoder(vocab=512, hidden=128, stacks=(stack,))
     sizes = changes.pop("sizes", Sizes(pp=pp, ep=2))
-    stages = Stages.balanced(sizes.pp, sizes.vpp, 12)
     world = changes.pop("world", 8 * pp)
     dp = world // (sizes.pp * sizes.cp * sizes.tp)
     case = Case(
-        model, 128, m * dp, 1, parse_cluster(f"h100x{world}"), sizes, stages,
-        schedule or OneFOneB(), "alltoall", 1.0,
+        model, 128, m * dp, 1, parse_cluster(f"h100x{world}"),
+        laid(sizes=sizes, schedule=schedule or OneFOneB()), 1.0,
     )  # fmt: skip
-    return replace(case, **changes)
+    return relaid(case, **changes)
 
 
 def test_activations_are_chunks_in_flight() -> None:
@@ -275,7 +264,7 @@ def test_gpipe_keeps_all_and_merged_passes_share() -> None:
     plain, all_first = parts(small()), parts(small(schedule=GPipe()))
     assert all_first.peak_action.activations == 3 * plain.peak_action.activations
     one = small(pp=1, schedule=OneFOneB())
-    alone, beside = fullest_rank(one), fullest_rank(replace(one, schedule=Merged()))
+    alone, beside = fullest_rank(one), fullest_rank(relaid(one, schedule=Merged()))
     ratio = beside.peak_action.activations / alone.peak_action.activations
     assert 1 < ratio < 1.15, "a merged pair holds one layer more, not a second micro-batch"
 
@@ -287,8 +276,8 @@ def test_totals_are_those_of_every_moment_of_the_whole_step(schedule, pp: int, v
     for m, zero in ((2 * pp, 1), (8 * pp, 2), (8 * pp + 1, 1), (11 * pp, 0)):
         if any(schedule.violations(pp, vpp, m)):
             continue
-        keeping = MemoryPolicy(zero=zero, recompute=frozenset(("norms",)))
-        case = small(pp, schedule, m, sizes=Sizes(pp=pp, vpp=vpp, ep=2), memory_policy=keeping)
+        keeping = {"zero": zero, "recompute": frozenset(("norms",))}
+        case = small(pp, schedule, m, sizes=Sizes(pp=pp, vpp=vpp, ep=2), **keeping)
         whole = [one.total for one in estimate_memory(case)]
         assert list(rank_totals(case)) == pytest.approx(whole)
         assert fullest_rank(case).total == pytest.approx(max(whole))
@@ -303,7 +292,7 @@ def parts(case: Case) -> StageMemory:
 def test_each_stage_of_sharding_takes_its_part() -> None:
     """What is shared lies once on all copies: eight of dense parts, four of each expert's."""
     for zero in range(4):
-        case = small(memory_policy=MemoryPolicy(zero=zero), software=MEGATRON)
+        case = small(zero=zero, software=MEGATRON)
         weights = [
             w for chunk in case.contents.parts[1] for p in chunk for w in place_weights(case, p)
         ]
@@ -319,7 +308,7 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
 
 def test_passes_have_two_units_whole_that_are_shared_out() -> None:
     """Weights in the compute dtype under ZeRO 3, gradients in fp32 from ZeRO 2 on."""
-    cases = [small(memory_policy=MemoryPolicy(zero=zero), software=Software()) for zero in range(4)]
+    cases = [small(zero=zero, software=Software()) for zero in range(4)]
     plain, one, two, three = (
         max(m.temporaries for m in parts(case).actions[:-1]) for case in cases
     )
@@ -334,17 +323,19 @@ def test_passes_have_two_units_whole_that_are_shared_out() -> None:
 
 def test_offload_and_recompute_take_away_what_they_name() -> None:
     base = parts(small()).peak_action.activations
-    experts = frozenset(("experts",))
-    away = MemoryPolicy(offload=experts, in_flight=0)
-    gone = parts(small(memory_policy=away)).peak_action.activations
-    two = parts(small(memory_policy=replace(away, offload_share=2 / 3))).peak_action.activations
+
+    def peak(share: float) -> float:
+        """Return the peak of activations, none of them in transfer."""
+        host = OffloadToHost(modules=("experts",), share=share)
+        away = Offload.model_construct(host=host, in_flight=0)
+        return parts(small(offload=away)).peak_action.activations
+
+    gone, two = peak(1.0), peak(2 / 3)
     assert gone < two < base
     assert base - two == pytest.approx((base - gone) * 2 / 3), "two of the rank's three layers"
-    block_only = parts(
-        small(memory_policy=MemoryPolicy(recompute=frozenset(("block",))))
-    ).peak_action.activations
+    block_only = parts(small(recompute=frozenset(("block",)))).peak_action.activations
     assert block_only < gone
-    moved = parts(small(memory_policy=MemoryPolicy(optimizer_offload=1.0))).state
+    moved = parts(small(host_share=1.0)).state
     assert (moved.master, moved.moments) == (0, 0)
 
 

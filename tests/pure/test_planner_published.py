@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from moefold.kernels.quantise.config import Fp8Block
+from moefold.layers.config import Selective
 from moefold.model.config import MultiToken
-from moefold.planner.case import MemoryPolicy
 from moefold.planner.hardware import catalogue, parse_cluster
+from moefold.planner.layouts import make_layout
 from moefold.planner.memory import peak_within
 from moefold.planner.page import plan_json
 from moefold.planner.plan import PlannedLayout, _published_layouts, plan
@@ -69,8 +70,11 @@ def test_the_sample_is_neither_empty_nor_all() -> None:
 def fitting(task: TrainingTask, row: PublishedLayout) -> list[float]:
     """Return the times of a published layout, with all that could make it fit, where it does."""
     room, found = task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE), []
-    for keeping in keepings(full_space(task), row.choice.sizes.pp):
-        case = replace(row.choice, memory_policy=keeping).build_case(task)
+    sizes = row.layout.split
+    for keeping in keepings(full_space(task), sizes.pp):
+        changed = make_layout(sizes, **keeping)
+        fields = {name: getattr(changed, name) for name in changed.model_fields_set}
+        case = task.case(row.layout.model_copy(update=fields), row.micro_batch, row.recipe)
         if peak_within(case, room) is not None:
             found.append(estimate_time(case).seconds)
     return found
@@ -95,11 +99,10 @@ def test_the_best_is_as_fast_as_the_published_layout(
     where = where or f"{one.device.lower()}x{one.devices}"
     task = task_from_model(published_model(name), parse_cluster(where), batch or one.batch, one.seq)
     task = replace(task, decoder=with_multi_token(task.decoder, [MultiToken()] * extra))
-    (best,) = Search(task).best(replace(full_space(task), recipes=(one.choice.recipe,)), 1)
+    (best,) = Search(task).best(replace(full_space(task), recipes=(one.recipe,)), 1)
     times = fitting(task, one)
-    assert (
-        times or peak_within(one.choice.build_case(task), task.cluster.device.memory_bytes) is None
-    )
+    own = task.case(one.layout, one.micro_batch, one.recipe)
+    assert times or peak_within(own, task.cluster.device.memory_bytes) is None
     assert all(best.seconds <= seconds * (1 + 1e-9) for seconds in times)
 
 
@@ -118,19 +121,21 @@ def test_b56_deepseek_v3_fits_as_published_with_its_activations_in_codes() -> No
     task = task_from_model(published_model("DeepSeek-V3"), parse_cluster("h800x2048"), 15360)
     task = replace(task, decoder=with_multi_token(task.decoder, ()))
     (one,) = (row for row in published_layouts("DeepSeek-V3") if row.id == "dsv3-prod-isca")
-    assert one.choice.sizes.text == "pp16 vpp2 ep64" and one.choice.recipe == "fp8_block"
+    assert one.layout.sizes == "pp16 vpp2 ep64" and one.recipe == "fp8_block"
     made = "norms", "mla_up", "attention", "experts", "shared", "ffn"
-    narrow = replace(one.choice, memory_policy=MemoryPolicy(recompute=frozenset(made)))
+    asked = one.layout.model_copy(update={"recompute": Selective(modules=made)})
+    narrow = task.case(asked, 1, "fp8_block")
     room = task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
-    assert PlannedLayout(narrow, narrow.build_case(task)).unsupported == ()
-    assert peak_within(narrow.build_case(task), room) is not None
-    assert peak_within(replace(narrow, recipe="bf16").build_case(task), 1.2 * room) is None
-    fewer = replace(one.choice, memory_policy=MemoryPolicy(recompute=frozenset(made[:3])))
+    assert PlannedLayout(narrow).unsupported == ()
+    assert peak_within(narrow, room) is not None
+    assert peak_within(task.case(asked, 1, "bf16"), 1.2 * room) is None
+    fewer = one.layout.model_copy(update={"recompute": Selective(modules=made[:3])})
     coded = (
         task.decoder.model_copy(update={"quantise": Fp8Block(hidden=hidden)})
         for hidden in ("wide", "codes")
     )
-    peaks = [peak_within(fewer.build_case(replace(task, decoder=made)), room) for made in coded]
+    tasks = (replace(task, decoder=made) for made in coded)
+    peaks = [peak_within(one.case(fewer, 1, "fp8_block"), room) for one in tasks]
     assert peaks[0] is None and peaks[1] is not None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_search import SAME, TASKS, Searched, recorded, search
@@ -17,12 +18,20 @@ from moefold.mesh.legality import size_violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.parallel.config import Layout
-from moefold.planner.case import MemoryPolicy, NumberFormats, Recipe
+from moefold.planner.case import Case, NumberFormats, Recipe
 from moefold.planner.hardware import device_by_name, parse_cluster, with_memory
+from moefold.planner.layouts import make_dispatch, make_layout, unsupported
 from moefold.planner.memory import fullest_rank, num_communicators, rank_totals
 from moefold.planner.plan import PlannedLayout, run_file_fragment
 from moefold.planner.published import published_entries, published_model
-from moefold.planner.search import MEMORY_RESERVE, Grids, PipelineDepth, Search
+from moefold.planner.search import (
+    MEMORY_RESERVE,
+    Grids,
+    PipelineDepth,
+    PipelineLayout,
+    Search,
+    folding_sizes,
+)
 from moefold.planner.search_change import _single_changes, suggest_changes
 from moefold.planner.search_space import (
     Foldings,
@@ -32,7 +41,6 @@ from moefold.planner.search_space import (
     trainable_space,
 )
 from moefold.planner.task import (
-    LayoutChoice,
     TrainingTask,
     published_layouts,
     task_from_model,
@@ -42,6 +50,7 @@ from moefold.planner.time import estimate_time
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
 from moefold.spec.decoder import model_needs, model_weights
+from tests.planning import laid
 
 GB = 1e9
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -66,7 +75,11 @@ def small(memory_gb: float = 80.0) -> TrainingTask:
     return TrainingTask("small", SMALL, 2048, 16, where, load=1.0)
 
 
-def every(task: TrainingTask, space: SearchSpace) -> Iterator[LayoutChoice]:
+Asked = tuple[Layout, int]
+"""A layout and its micro-batch."""
+
+
+def every(task: TrainingTask, space: SearchSpace) -> Iterator[Asked]:
     """Yield every layout of a space with balanced stages."""
     foldings = Foldings.for_task(task)
     for tp, cp in foldings.attention_grids:
@@ -74,10 +87,10 @@ def every(task: TrainingTask, space: SearchSpace) -> Iterator[LayoutChoice]:
             for pp in foldings.pipeline_sizes(tp, cp, ep, etp):
                 for vpp in range(1, 1 + (1 if pp == 1 else foldings.layers // pp)):
                     sizes = Sizes(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-                    yield from laid(task, space, sizes)
+                    yield from of_sizes(task, space, sizes)
 
 
-def laid(task: TrainingTask, space: SearchSpace, sizes: Sizes) -> Iterator[LayoutChoice]:
+def of_sizes(task: TrainingTask, space: SearchSpace, sizes: Sizes) -> Iterator[Asked]:
     dp = task.cluster.devices // (sizes.tp * sizes.cp * sizes.pp)
     for size in space.micro_batches:
         if task.batch % (dp * size):
@@ -90,14 +103,15 @@ def laid(task: TrainingTask, space: SearchSpace, sizes: Sizes) -> Iterator[Layou
                 continue
             for dispatch in space.dispatchers if sizes.ep * sizes.etp > 1 else ("local",):
                 for keeping in keepings(space, sizes.pp):
-                    yield LayoutChoice(sizes, schedule, size, dispatch, "bf16", keeping)
+                    stated = {"schedule": schedule, "dispatch": make_dispatch(dispatch)}
+                    yield make_layout(sizes, **stated, **keeping), size
 
 
-def keepings(space: SearchSpace, pp: int) -> Iterator[MemoryPolicy]:
-    """Yield everything that can be kept."""
+def keepings(space: SearchSpace, pp: int) -> Iterator[dict[str, Any]]:
+    """Yield everything that can be kept, as :func:`make_layout` takes it."""
     for zero, share in space.zero_and_host_shares(pp):
         for again, away in space.recompute_offload_pairs:
-            yield MemoryPolicy(zero, recompute=again, offload=away, optimizer_offload=share)
+            yield {"zero": zero, "recompute": again, "offload": away, "host_share": share}
 
 
 def room(task: TrainingTask) -> float:
@@ -105,12 +119,12 @@ def room(task: TrainingTask) -> float:
 
 
 @cache
-def priced(memory_gb: float) -> tuple[tuple[float, float, LayoutChoice], ...]:
-    """Return time, bytes and layout of everything small, by time."""
+def priced(memory_gb: float) -> tuple[tuple[float, float, Case], ...]:
+    """Return time, bytes and case of everything small, by time."""
     task, found = small(memory_gb), []
-    for choice in every(task, SPACE):
-        case = choice.build_case(task)
-        found.append((estimate_time(case).seconds, max(rank_totals(case)), choice))
+    for asked in every(task, SPACE):
+        case = task.case(*asked)
+        found.append((estimate_time(case).seconds, max(rank_totals(case)), case))
     return tuple(sorted(found, key=lambda item: item[0]))
 
 
@@ -124,8 +138,8 @@ def test_no_layout_is_faster(memory_gb: float) -> None:
         # Stages by time may need less than balanced ones: whatever is found must really fit.
         assert all(fullest_rank(one.case).total <= room(task) for one in found)
         return
-    assert found, f"{fitting[0][2]} fits, and nothing was found"
-    assert found[0].seconds <= fitting[0][0] * (1 + 1e-9), fitting[0][2]
+    assert found, f"{fitting[0][2].layout} fits, and nothing was found"
+    assert found[0].seconds <= fitting[0][0] * (1 + 1e-9), fitting[0][2].layout
 
 
 def test_small_memory_really_binds() -> None:
@@ -139,9 +153,10 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said() -> None:
     asked = model_needs(task.decoder, task.seq)
     # Larger micro-batches are five times as many layouts, and follow the same rules.
     found = Search(task).best(replace(full_space(task), micro_batches=(1, 2)), 4)
-    assert len({one.choice.folding_sizes for one in found}) == len(found) > 1
+    assert len({folding_sizes(one.case.sizes) for one in found}) == len(found) > 1
     for one in found:
-        case = one.choice.build_case(task)
+        case = one.case
+        assert case == task.case(case.layout, case.micro_batch, case.number_formats.recipe)
         assert not size_violations(case.sizes, asked, case.world, stages=case.stages.text)
         assert estimate_time(case).seconds == pytest.approx(one.seconds)
         assert fullest_rank(case).total == pytest.approx(one.peak_bytes)
@@ -152,27 +167,31 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said() -> None:
 def test_today_is_what_training_executes() -> None:
     task = small()
     found = Search(task).best(trainable_space(task), 3)
-    assert found and all(not one.choice.unsupported for one in found)
+    assert found and all(not [*unsupported(one.case.layout)] for one in found)
 
 
 def test_bounds_are_never_above() -> None:
     """Of grids, of depths and of schedules; and no layout is dropped that fits a room."""
     search = Search(small())
     grids = {one: bound for bound, _, one in search.grids(SPACE)}
-    for seconds, needed, choice in random.Random(5).sample(priced(80.0), 120):
-        sizes, keeping = choice.sizes, choice.memory_policy
-        one = Grids("bf16", choice.micro_batch, sizes.tp, sizes.cp, sizes.ep, sizes.etp)
-        kept = keeping.recompute, keeping.offload
+    compared = 0
+    for seconds, needed, case in random.Random(5).sample(priced(80.0), 120):
+        sizes, zero = case.sizes, case.layout.zero
+        one = Grids("bf16", case.micro_batch, sizes.tp, sizes.cp, sizes.ep, sizes.etp)
+        ((away, _), _) = case.offload.tiers
+        kept: Any = case.recompute, away
         m = search.num_micro_batches(one, sizes.pp)
         assert m and grids[one] <= seconds * (1 + 1e-9)
-        depth = PipelineDepth(one, sizes.pp, m, keeping.zero, 0.0, (kept,))
+        depth = PipelineDepth(one, sizes.pp, m, zero, 0.0, (kept,))
         assert search.lower_bound(SPACE, depth) <= seconds * (1 + 1e-9)
         for bound, _, tried in search.schedules(SPACE, depth, needed):
-            if tried == choice:
+            if isinstance(tried, PipelineLayout) and search._make_layout(tried) == case.layout:
+                compared += 1
                 assert bound <= seconds * (1 + 1e-9)
-        alike = (sizes.pp, keeping.zero)
+        alike = (sizes.pp, zero)
         fitting = [d for _, _, d in search.depths(SPACE, one, needed) if (d.pp, d.zero) == alike]
         assert fitting, "what fits is not dropped"
+    assert compared > 60
 
 
 def test_the_bound_of_grids_knows_of_rows_that_are_sent_as_codes() -> None:
@@ -193,9 +212,10 @@ def test_the_bound_of_grids_knows_of_rows_that_are_sent_as_codes() -> None:
     schedules, policies = (OneFOneB(),), (frozenset(),)
     space = replace(SPACE, recipes=("fp8_block",), schedules=schedules, recomputes=policies)
     grids, shares = {one: bound for bound, _, one in Search(task).grids(space)}, list[float]()
-    for choice in every(task, space):
-        sizes, case = choice.sizes, replace(choice, recipe="fp8_block").build_case(task)
-        one = Grids("fp8_block", choice.micro_batch, sizes.tp, sizes.cp, sizes.ep, sizes.etp)
+    for asked in every(task, space):
+        case = task.case(*asked, "fp8_block")
+        sizes = case.sizes
+        one = Grids("fp8_block", case.micro_batch, sizes.tp, sizes.cp, sizes.ep, sizes.etp)
         shares.append(grids[one] / estimate_time(case).seconds)
     assert 0.99 < max(shares) <= 1 + 1e-9, "the bound is tight where rows are all"
 
@@ -234,8 +254,9 @@ def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
     )
     rows = published_layouts("DeepSeek-V3")
     (row,) = (row for row in rows if (row.device, row.devices) == ("H100", 1024))
-    published = estimate_time(row.choice.build_case(task)).seconds
-    space = replace(full_space(task), recipes=(row.choice.recipe,))
+    case = task.case(row.layout, row.micro_batch, row.recipe)
+    published = estimate_time(case).seconds
+    space = replace(full_space(task), recipes=(row.recipe,))
     start = time.process_time()
     (found,) = Search(task).best(space, 1)
     spent = time.process_time() - start
@@ -257,12 +278,10 @@ def test_every_published_model_is_described() -> None:
 def test_a_run_is_a_task() -> None:
     run = load_run("olmoe_1b_7b")
     task, given = task_from_run(run, parse_cluster("h100x8"), batch=512)
-    case = given.build_case(task)
+    case = task.case(given)
     assert (case.batch, case.seq, case.micro_batch) == (512, run.data.seq, run.train.micro_batch)
     assert case.decoder == run.decoder() and case.software.stack == "moefold"
-    assert (
-        case.memory_policy.recompute == frozenset() and case.memory_policy.zero == run.layout.zero
-    )
+    assert case.layout is run.layout and case.recompute == frozenset()
 
 
 @pytest.mark.parametrize("asked", ["fp8_block", "bf16", "fp32", "nvfp4"])
@@ -275,16 +294,23 @@ def test_the_format_that_a_run_asks_for_is_searched(asked: Recipe) -> None:
 
 def test_changes_help() -> None:
     task = small()
-    given = LayoutChoice(Sizes(tp=4), memory_policy=MemoryPolicy(recompute=frozenset(("block",))))
+    given = task.case(make_layout(Sizes(tp=4), recompute=frozenset(("block",))))
     found = suggest_changes(task, given)
-    seconds = estimate_time(given.build_case(task)).seconds
+    seconds = estimate_time(given).seconds
     assert found and all(one.fits and one.saved_share > 0 for one in found)
     for one in found:
-        took = estimate_time(one.choice.build_case(task)).seconds
+        took = estimate_time(one.case).seconds
         assert one.saved_share == pytest.approx(1 - took / seconds)
     tight = small(1.2)
-    assert fullest_rank(LayoutChoice().build_case(tight)).total > tight.cluster.device.memory_bytes
-    assert all(one.saved_bytes > 0 for one in suggest_changes(tight, LayoutChoice()))
+    plain = tight.case(Layout())
+    assert fullest_rank(plain).total > tight.cluster.device.memory_bytes
+    assert all(one.saved_bytes > 0 for one in suggest_changes(tight, plain))
+
+
+def with_graphs(task: TrainingTask, case: Case) -> dict[str, Case]:
+    """Return the single changes to CUDA graphs."""
+    changed = (one for _, one in _single_changes(task, case) if one.layout.graphs != "none")
+    return {one.layout.graphs: task.case(*one) for one in changed}
 
 
 def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
@@ -297,20 +323,32 @@ def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
         (Sizes(tp=2), "local", None, {"partial", "step"}),
     )
     for sizes, dispatch, room, legal in tried:
-        given = LayoutChoice(sizes, dispatch=dispatch, max_rows=room)
-        others = {o.graphs: o for _, o in _single_changes(task, given) if o.graphs != "none"}
+        given = task.case(laid(sizes=sizes, dispatch=dispatch, max_rows=room))
+        others = with_graphs(task, given)
         assert others.keys() == legal
-        for one in others.values():
-            said = run_file_fragment(PlannedLayout(one, one.build_case(task)))["layout"]
-            assert said["graphs"] == one.graphs
+        for graphs, one in others.items():
+            said = run_file_fragment(PlannedLayout(one))["layout"]
+            assert said["graphs"] == graphs
             assert not list(Layout.model_validate(said).violations(model))
-            faster = (
-                estimate_time(given.build_case(task)).seconds
-                - estimate_time(one.build_case(task)).seconds
-            )
+            faster = estimate_time(given).seconds - estimate_time(one).seconds
             assert faster > 0
-    away = LayoutChoice(Sizes(tp=2), memory_policy=MemoryPolicy(optimizer_offload=1.0))
-    assert not [one for _, one in _single_changes(task, away) if one.graphs != "none"]
+    away = task.case(make_layout(Sizes(tp=2), host_share=1.0))
+    assert not with_graphs(task, away)
+    pages = {"pages": {"page": 64, "spill": 0.5}}
+    fixed = {"sizes": "ep2", "dispatch": {"kind": "padded", "max_rows": 1 << 20}}
+    spilled = task.case(Layout.model_validate({**fixed, "offload": pages}))
+    assert not with_graphs(task, spilled), "rows that leave the device are not captured"
+
+
+@pytest.mark.parametrize(
+    "dispatch", [{"kind": "two_level", "node": 2}, {"kind": "nccl_ep", "max_rows": 1 << 20}]
+)
+def test_changes_to_dispatchers_with_values_of_their_own(dispatch: dict[str, Any]) -> None:
+    """Such a layout had no suggestions: its dispatcher was made anew without them."""
+    task = small()
+    given = task.case(Layout.model_validate({"sizes": "ep2", "dispatch": dispatch}))
+    assert with_graphs(task, given).keys() == {"partial"}
+    assert suggest_changes(task, given)
 
 
 FITTING = (
@@ -326,8 +364,8 @@ def test_recipes_fit_as_the_page_says(name: str, devices: str, memory_gb: float 
     where = parse_cluster(devices)
     if memory_gb is not None:
         where = replace(where, device=with_memory(where.device, int(memory_gb * GB)))
-    task, choice = task_from_run(load_run(name), where)
-    free = where.device.memory_bytes - max(rank_totals(choice.build_case(task)))
+    task, layout = task_from_run(load_run(name), where)
+    free = where.device.memory_bytes - max(rank_totals(task.case(layout)))
     assert free > 0.04 * where.device.memory_bytes
     (row,) = (line for line in PAGE.read_text("utf-8").splitlines() if f"`{name}`" in line)
     assert f"| {free / GB:.1f} GB |" in row, "run bench/plan_recipes.py"

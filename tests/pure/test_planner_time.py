@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.layers.config import Gathered
+from moefold.layers.config import Gathered, Offload, OffloadToPages
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -21,7 +21,6 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.optim.config import AdamW, Muon
 from moefold.planner.case import (
     Case,
-    MemoryPolicy,
     NumberFormats,
     Overlaps,
     Software,
@@ -61,6 +60,7 @@ from moefold.schedule.config import (
 from moefold.schedule.simulate import StageCosts, simulate
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import Matmul, Operation, Weight
+from tests.planning import laid, relaid
 from tests.traffic.data import data
 from tests.traffic.experts import expert
 from tests.traffic.step import tensor, traffic
@@ -114,14 +114,11 @@ def case(**changes: object) -> Case:
         batch=256,
         micro_batch=1,
         cluster=parse_cluster("h100x16"),
-        sizes=Sizes(ep=8),
-        stages=Stages.balanced(1, 1, 48),
-        schedule=OneFOneB(),
-        dispatch="hybrid_ep",
+        layout=laid(sizes="ep8", dispatch="hybrid_ep"),
         load=1.0,
         software=Software(stack="megatron", release="26.04", cuda_graphs="partial"),
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return relaid(base, **changes)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +268,7 @@ def test_stated_room_is_sent_filled_or_not(dispatcher):
     """Whatever the load; between eight ranks on links that nothing is lost on."""
     one = case(dispatch=dispatcher, max_rows=20_000, software=Software())
     sent = sum(call.total for call in expert(one, 0) if call.part in ("dispatch", "combine"))
-    twice = replace(one, max_rows=40_000)
+    twice = relaid(one, dispatch=dispatcher, max_rows=40_000)
     more = estimate_time(twice).parts["dispatch"] / estimate_time(one).parts["dispatch"]
     again = sum(call.total for call in expert(twice, 0) if call.part in ("dispatch", "combine"))
     assert more == pytest.approx(again / sent, rel=0.02)
@@ -288,11 +285,9 @@ def test_stated_room_is_sent_filled_or_not(dispatcher):
 @pytest.mark.parametrize("decoder", [QWEN3_30B, DEEPSEEK], ids=["gqa", "mla"])
 def test_tensor_ranks_carry_the_bytes_that_traffic_counts(decoder, again):
     """Of latents as wide as they are, and of shared experts; no more than is sent."""
-    keeping = MemoryPolicy(recompute=frozenset(again))
-    stages, sizes = Stages.balanced(1, 1, decoder.layers), Sizes(tp=4)
     one = case(
-        decoder=decoder, sizes=sizes, stages=stages, memory_policy=keeping, dispatch="local",
-        seq=32768, software=Software(),
+        decoder=decoder, sizes=Sizes(tp=4), recompute=frozenset(again), seq=32768,
+        software=Software(),
     )  # fmt: skip
     calls = [call for call in tensor(one, 0) if call.part in ("attention", "ffn", "shared")]
     latency = LINK_LATENCY * sum(call.count for call in calls)
@@ -327,7 +322,7 @@ def test_an_fp32_run_offloads_four_bytes_per_element():
     slow = replace(where, device=replace(where.device, host_bandwidth=1e6))
     narrow = case(
         cluster=slow,
-        memory_policy=MemoryPolicy(offload=frozenset({"experts"})),
+        offload=frozenset({"experts"}),
         software=Software(),
     )
     wide = replace(narrow, number_formats=NumberFormats("fp32", weight_bytes=0))
@@ -350,7 +345,8 @@ def test_copies_of_weights_take_the_bytes_that_traffic_counts(zero, pp, again):
         sizes=Sizes(pp=pp, ep=2),
         stages=Stages.balanced(pp, 1, 48),
         batch=64,
-        memory_policy=MemoryPolicy(zero=zero, recompute=frozenset(again)),
+        zero=zero,
+        recompute=frozenset(again),
         software=Software(),
     )
     took, device = estimate_time(one), one.cluster.device
@@ -363,10 +359,7 @@ def test_copies_of_weights_take_the_bytes_that_traffic_counts(zero, pp, again):
 
 def ours(zero: int, pp: int = 2, **changes: object) -> Case:
     """Return a case of Moefold on 16 H100 with a stage of ZeRO."""
-    given = changes.pop("memory_policy", MemoryPolicy(zero=zero))
-    stages = Stages.balanced(pp, 1, 48)
-    sizes = Sizes(pp=pp, ep=2)
-    return case(sizes=sizes, stages=stages, memory_policy=given, software=Software(), **changes)
+    return case(sizes=Sizes(pp=pp, ep=2), zero=zero, software=Software(), **changes)
 
 
 def test_what_copies_exchange_hides_where_passes_run_beside_it():
@@ -376,8 +369,7 @@ def test_what_copies_exchange_hides_where_passes_run_beside_it():
     off = estimate_time(ours(2, schedule=ZeroBubbleH1()))
     assert off.hidden["dp"] < hidden[2] / 5 and off.parts["dp"] > estimate_time(ours(2)).parts["dp"]
     shown = estimate_time(ours(3)).parts["dp"]
-    sizes, stages = Sizes(pp=2, vpp=24, ep=2), Stages.balanced(2, 24, 48)
-    deep = replace(ours(3), sizes=sizes, stages=stages, schedule=Interleaved())
+    deep = relaid(ours(3), sizes=Sizes(pp=2, vpp=24, ep=2))
     # Of a chunk of one layer nothing computes while its weights come.
     assert estimate_time(deep).parts["dp"] > 2 * shown > 0
 
@@ -396,10 +388,7 @@ def test_state_that_fewer_ranks_share_takes_longer():
     for rule in (AdamW(lr=1e-3), Muon(lr=1e-3)):
         numbers = NumberFormats(optimizer=rule)
         all_, two = (
-            estimate_time(
-                ours(1, memory_policy=MemoryPolicy(zero_ranks=ranks), number_formats=numbers)
-            )
-            for ranks in (None, 2)
+            estimate_time(ours(1, zero_ranks=ranks, number_formats=numbers)) for ranks in (None, 2)
         )
         # Of 8 copies of dense weights, and of 4 of experts, two share one.
         assert two.parts["optimizer"] > 1.3 * all_.parts["optimizer"]
@@ -407,16 +396,13 @@ def test_state_that_fewer_ranks_share_takes_longer():
 
 
 def test_other_stacks_too_sum_after_each_pass_where_gradients_are_shared_out():
-    once, each = (
-        estimate_time(case(memory_policy=MemoryPolicy(zero=zero))).parts["dp"] for zero in (1, 2)
-    )
+    once, each = (estimate_time(case(zero=zero)).parts["dp"] for zero in (1, 2))
     assert each > 4 * once
 
 
 def test_copies_are_further_apart_where_pipelines_lie_between():
-    sizes, stages = Sizes(tp=2, pp=4, ep=2), Stages.balanced(4, 1, 48)
-    base = replace(ours(1), sizes=sizes, stages=stages)
-    near, far = (estimate_time(replace(base, order=order)) for order in ORDERS)
+    base = relaid(ours(1), sizes=Sizes(tp=2, pp=4, ep=2))
+    near, far = (estimate_time(relaid(base, order=order)) for order in ORDERS)
     took = [one.parts["dp"] + one.hidden["dp"] for one in (near, far)]
     assert took[1] > 2 * took[0]
 
@@ -425,12 +411,12 @@ def test_each_policy_moves_the_step_the_way_it_should():
     base = estimate_time(case()).seconds
     slower = {
         "load": case(load=1.5),
-        "recompute": case(memory_policy=MemoryPolicy(recompute=frozenset(("block",)))),
+        "recompute": case(recompute=frozenset(("block",))),
         "no graphs": case(software=Software("megatron", "26.04", "none")),
-        "optimizer on the host": case(memory_policy=MemoryPolicy(optimizer_offload=1.0)),
+        "optimizer on the host": case(host_share=1.0),
         "all-to-all": case(dispatch="alltoall"),
-        "pages": case(memory_policy=MemoryPolicy(page=64, page_load=1.1)),
-        "pages on the host": case(memory_policy=MemoryPolicy(page=64, page_load=1.1, spill=1.0)),
+        "pages": case(offload=Offload(pages=OffloadToPages())),
+        "pages on the host": case(offload=Offload(pages=OffloadToPages(spill=1.0))),
     }
     for name, other in slower.items():
         assert estimate_time(other).seconds > base, name

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from moefold.layers.config import Gathered, Mixed, Ulysses
+from moefold.layers.config import Full, Gathered, Mixed, Ulysses
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router
-from moefold.planner.case import Case, MemoryPolicy
+from moefold.parallel.config import Layout
+from moefold.planner.case import Case
 from moefold.planner.hardware import parse_cluster
-from moefold.schedule.config import Interleaved, OneFOneB
+from tests.planning import relaid
 from tests.traffic.calls import BACKWARD, FORWARD
 from tests.traffic.experts import expert, spread
 from tests.traffic.step import tensor, traffic
@@ -34,13 +34,10 @@ def case(text: str, world: int = 16, **changes: Any) -> Case:
         MICRO * dp,
         1,
         replace(parse_cluster(f"h100x{world}"), domain=changes.pop("domain", 8)),
-        sizes,
-        Stages.balanced(sizes.pp, sizes.vpp, LAYERS),
-        Interleaved() if sizes.vpp > 1 else OneFOneB(),
-        changes.pop("dispatch", "alltoall"),
+        Layout(sizes=text),
         1.0,
     )
-    return replace(one, **changes)
+    return relaid(one, **changes)
 
 
 def total(one: Case, rank: int = 0, **want: str) -> float:
@@ -86,7 +83,7 @@ def test_stages_send_what_neighbours_take() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_sums_and_gathers_of_copies_by_hand(zero: int) -> None:
-    one = case("ep4", world=8, memory_policy=MemoryPolicy(zero=zero))
+    one = case("ep4", world=8, zero=zero)
     experts = LAYERS * 3 * 16 * 64 * HIDDEN / 4  # of each layer a multiple of the alignment
     reduced = {0: 2, 1: 1, 2: MICRO, 3: MICRO}[zero] * experts * 4 / 2
     gathered = {0: 0, 1: 1, 2: 1, 3: 2 * MICRO}[zero] * experts * 2 / 2
@@ -95,7 +92,7 @@ def test_sums_and_gathers_of_copies_by_hand(zero: int) -> None:
 
 def test_recompute_repeats_forward_exchanges_alone() -> None:
     plain = case("tp2 ep4", world=8)
-    again = replace(plain, memory_policy=MemoryPolicy(recompute=frozenset(("block",))))
+    again = relaid(plain, recompute=Full())
     for group in ("tp", "ep"):
         parts = {"tp": "attention", "ep": "dispatch"}
         want = {"group": group, "part": parts[group]}
@@ -134,12 +131,12 @@ def test_context_ranks_send_keys_and_values() -> None:
     ring = [total(one, rank, group="cp", direction=FORWARD) for rank in range(4)]
     # Of a zigzag, later ranks see the first piece of earlier ones; earlier ranks see both.
     assert ring == [(3 + rank) / 2 * keys * LAYERS * MICRO for rank in range(4)]
-    gathered = replace(one, context=Gathered())
+    gathered = relaid(one, context=Gathered())
     assert total(gathered, group="cp", direction=FORWARD) == 3 * keys * LAYERS * MICRO
-    heads = replace(one, context=Ulysses())
+    heads = relaid(one, context=Ulysses())
     every = SEQ / 4 * 2 * (4 + 8) * 16 * 2 * 3 / 4
     assert total(heads, group="cp", direction=FORWARD) == every * LAYERS * MICRO
-    mixed = replace(one, context=Mixed(heads=2))
+    mixed = relaid(one, context=Mixed(heads=2))
     assert total(mixed, group="cp inner 2", direction=FORWARD) == every * 2 / 3 * LAYERS * MICRO
     # Two pairs go round: the rows of one are the first piece, or both, of the other.
     round_ = [total(mixed, rank, group="cp outer 2", direction=FORWARD) for rank in range(4)]

@@ -118,7 +118,7 @@ def blocks_of(case: Case, rank: int) -> Iterator[tuple[Block, int]]:
 
 def runs(case: Case, *modules: str) -> int:
     """Return how often forward of a module runs for one micro-batch: again where recomputed."""
-    return 2 if case.memory_policy.recompute & {"block", *modules} else 1
+    return 2 if case.recompute & {"block", *modules} else 1
 
 
 def paired(case: Case) -> bool:

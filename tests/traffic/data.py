@@ -107,7 +107,7 @@ def levels(case: Case, kind: str) -> tuple[int, int]:
     """Return how many ranks share one copy of a parameter, and how many copies there are."""
     folding = case.folding
     ranks = folding.edp if kind == "edp" else folding.dp * case.sizes.cp
-    inner = gcd(case.memory_policy.zero_ranks or ranks, ranks) if case.memory_policy.zero else 1
+    inner = gcd(case.layout.zero_ranks or ranks, ranks) if case.layout.zero else 1
     return inner, ranks // inner
 
 
@@ -136,7 +136,7 @@ def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
 
 def _shared(case: Case, rank: int, bucket: Bucket) -> Iterator[Call]:
     """Yield the gathers and sums of one row of elements."""
-    numbers, zero, m = case.number_formats, case.memory_policy.zero, case.num_micro_batches
+    numbers, zero, m = case.number_formats, case.layout.zero, case.num_micro_batches
     outer = levels(case, bucket.kind)[1]
     group = inside(bucket.kind, bucket.ranks, bucket.ranks * outer)
     width = numbers.master_bytes if bucket.wide else numbers.weight_bytes or numbers.master_bytes

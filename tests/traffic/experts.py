@@ -191,10 +191,11 @@ def _rooms(case: Case, record: Moe) -> tuple[float, float, float]:
     """Return rows of equal splits: dealt in a hop before, sent over ep, and gathered over etp."""
     sizes, needed = case.sizes, layer_shape(case).rows * record.router.top_k * case.load
     dealt = 0.0
+    stated = case.fixed_dispatch.max_rows if case.fixed_dispatch else None
     if case.dispatch == "padded":
-        room = case.max_rows or needed / sizes.ep
+        room = stated or needed / sizes.ep
     else:
-        dealt = -(-(case.max_rows or needed) // sizes.ep)
+        dealt = -(-(stated or needed) // sizes.ep)
         room = dealt + sizes.ep
     others = sizes.ep - 1
     return dealt * others, room * others, room * sizes.ep * (sizes.etp - 1)

@@ -75,7 +75,7 @@ def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         yield from both("tp", row, tp, count, runs(case, part, "gather"), part)
         # A second run ends with the last thing that backward reads: the sum of shares is beyond
         # that where nothing reads it, as a gate does, and no more of the block follows.
-        follows = shared is not None and (shared.gate or "block" in case.memory_policy.recompute)
+        follows = shared is not None and (shared.gate or "block" in case.recompute)
         yield from scattered("tp", row, tp, count, again if follows else 1, part)
     if has(case, rank, "embedding"):
         size = shape.rows * shape.hidden * MASTER
