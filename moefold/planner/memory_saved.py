@@ -62,11 +62,20 @@ def layer_shape(case: Case) -> Shape:
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
     room = case.fixed_dispatch
     return Shape(
-        case.decoder.hidden, case.rows, sizes.tp, sizes.etp, load, width, sizes.cp, case.context,
-        sizes.ep, None if room is None else room.buffer_rows(sizes),
-        0 if room is None else room.saved_indices(sizes),
-        case.schedule.overlaps_passes or case.has_partial_graphs, case.clones,
-    )  # fmt: skip
+        hidden=case.decoder.hidden,
+        rows=case.rows,
+        tp=sizes.tp,
+        etp=sizes.etp,
+        load=load,
+        width=width,
+        cp=sizes.cp,
+        context=case.context,
+        ep=sizes.ep,
+        room=None if room is None else room.buffer_rows(sizes),
+        places=0 if room is None else room.saved_indices(sizes),
+        separate_exchanges=case.schedule.overlaps_passes or case.has_partial_graphs,
+        clones=case.clones,
+    )
 
 
 @memoize(1 << 12)

@@ -60,13 +60,12 @@ from moefold.planner.time_work import (
     PERMUTING_DISPATCHERS,
     KernelSetting,
     LayerPolicy,
-    RankShare,
     build_setting,
 )
 from moefold.planner.untrained import AbsentLayer, make_block
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
-from moefold.spec.layer import Modules, Saved
+from moefold.spec.layer import Modules, Saved, Shape
 
 MEMORY_SLACK = 1.1
 """Memory of balanced stages over the limit at which stages of equal time are still tried."""
@@ -341,11 +340,11 @@ class Search:
             seconds = {}
             for ep, etp in product(self.foldings.ep, self.foldings.etp):
                 grids = attention._replace(ep=ep, etp=etp)
-                share, setting, _ = self._layer_inputs(grids, PERMUTING_DISPATCHERS[0])
+                shape, setting, _ = self._layer_inputs(grids, PERMUTING_DISPATCHERS[0])
                 overlap = True in space.paired_values
                 hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if overlap else 0.0
                 experts = sum(
-                    n * sublayer_seconds(ffn, share, setting) for _, ffn, n in self.moe_ffns
+                    n * sublayer_seconds(ffn, shape, setting) for _, ffn, n in self.moe_ffns
                 )
                 least = min(self._exchange_seconds(grids, name) for name in space.dispatchers)
                 seconds[ep, etp] = experts + 2 * least * (1.0 - hidden)
@@ -354,9 +353,9 @@ class Search:
 
     def _exchange_seconds(self, grids: Grids, dispatch: str) -> float:
         """Return the seconds of one dispatch and one combine of every layer."""
-        share, setting, _ = self._layer_inputs(grids, dispatch)
+        shape, setting, _ = self._layer_inputs(grids, dispatch)
         return sum(
-            n * block_exchange_seconds(block, share, setting, dispatch)
+            n * block_exchange_seconds(block, shape, setting, dispatch)
             for block, _, n in self.moe_blocks
         )
 
@@ -504,19 +503,27 @@ class Search:
 
     def _layer_inputs(
         self, grids: Grids, dispatch: str, option: RecomputeOffload = NO_RECOMPUTE_OFFLOAD
-    ) -> tuple[RankShare, KernelSetting, LayerPolicy]:
+    ) -> tuple[Shape, KernelSetting, LayerPolicy]:
         """Return the inputs of a layer's time; settings are cached by format."""
         task = self.task
         recipe = grids.recipe
         if recipe not in self._cache:
             options = task.number_formats.recipe_options
             self._cache[recipe] = build_setting(task.cluster, task.software, recipe, options)
-        share = RankShare(
-            task.decoder.hidden, task.seq, *grids[1:], task.load, dispatch in PERMUTING_DISPATCHERS
-        )  # fmt: skip
+        shape = Shape(
+            hidden=task.decoder.hidden,
+            rows=grids.micro_batch * task.seq // (grids.tp * grids.cp),
+            seq=task.seq,
+            tp=grids.tp,
+            cp=grids.cp,
+            ep=grids.ep,
+            etp=grids.etp,
+            load=task.load,
+            sorted_rows=dispatch in PERMUTING_DISPATCHERS,
+        )
         recompute, offload = option
         policy = LayerPolicy(dispatch, recompute, make_offload(offload) or NO_OFFLOAD)
-        return share, self._cache[recipe], policy
+        return shape, self._cache[recipe], policy
 
     def _one_batch_case(
         self, grids: Grids, pp: int = 1, zero: int = 1, host_share: float = 0.0

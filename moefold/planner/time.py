@@ -37,7 +37,7 @@ from moefold.planner.time_layer import (
     head_or_join_time,
     layer_time,
 )
-from moefold.planner.time_work import KernelSetting, LayerPolicy, RankShare, build_setting
+from moefold.planner.time_work import KernelSetting, LayerPolicy, build_setting, work_shape
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,
@@ -50,6 +50,7 @@ from moefold.schedule.config import (
 )
 from moefold.schedule.simulate import StageCosts, simulate
 from moefold.spec.decoder import embedding_weight, head_weight, model_weights
+from moefold.spec.layer import Shape
 
 BOTTLENECKS = {
     "compute": ("attention", "experts", "dense", "head", "recompute"),
@@ -130,7 +131,7 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     setting = build_setting(case.cluster, software, *products, constants)
     rates = setting.rates
     m = case.num_micro_batches
-    passes = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
+    passes = PassTime(case.decoder, work_shape(case), setting, LayerPolicy.of(case))
     work = [passes.layers_time(stage) for stage in case.contents.ranks]
     ranks = [passes.micro_batch_time(time, software.overlaps.ep) for time in work]
     slow = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
@@ -172,14 +173,14 @@ class PassTime:
     """Time of a micro-batch on a rank by the layers that it holds, independent of the pipeline."""
 
     def __init__(
-        self, decoder: Decoder, share: RankShare, setting: KernelSetting, policy: LayerPolicy
+        self, decoder: Decoder, shape: Shape, setting: KernelSetting, policy: LayerPolicy
     ) -> None:
         """Store the model, a rank's part of a micro-batch, and the setting."""
         self.decoder = decoder
         self.blocks = distinct_blocks(decoder)[0]
         head = embedding_weight(decoder) if decoder.tied else head_weight(decoder)
         self.frozen_head = head.frozen
-        self.inputs = (share, setting, policy)
+        self.inputs = (shape, setting, policy)
         self.rates = setting.rates
         self._by_content: dict[StageContents, WorkTime] = {}
 

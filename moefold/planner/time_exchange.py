@@ -9,7 +9,7 @@ from moefold.layers.config import Context
 from moefold.model.config import Block
 from moefold.planner.memoize import memoize
 from moefold.planner.network import DispatchRows, exchange_seconds, ring_seconds, strided_reach
-from moefold.planner.time_work import BF16, KernelSetting, RankShare
+from moefold.planner.time_work import BF16, KernelSetting
 from moefold.spec.decoder import sublayers
 from moefold.spec.layer import (
     GATHER,
@@ -22,7 +22,7 @@ from moefold.spec.layer import (
 )
 
 CODED_ROW_BYTES = 1 + 1 / 32
-"""Bytes per element of rows sent as codes: 128 share an fp32 scale, or 32 a scale of one byte."""
+"""Bytes per element of rows sent as codes: 128 shape an fp32 scale, or 32 a scale of one byte."""
 EXCHANGE_SM_COST = 0.2
 """Slowdown of products, relative to the time of a concurrent exchange: DeepEP with 20 SMs (arXiv
 2603.07685)."""
@@ -30,17 +30,17 @@ EXCHANGE_SM_COST = 0.2
 
 def block_exchange_seconds(
     block: Block,
-    share: RankShare,
+    shape: Shape,
     setting: KernelSetting,
     dispatch: str,
     rows_per_hop: tuple[int, ...] = (),
 ) -> float:
     """Return the seconds of one dispatch and one combine of a block; 0 where its rows stay."""
     routing = as_layer_spec(block.ffn).routing
-    if routing is None or share.ep * share.etp == 1:
+    if routing is None or shape.ep * shape.etp == 1:
         return 0.0
-    rows = dispatched_rows(routing, share, setting.width)
-    inputs = share, setting, dispatch, rows_per_hop
+    rows = dispatched_rows(routing, shape, setting.width)
+    inputs = shape, setting, dispatch, rows_per_hop
     combine = dispatch_seconds(rows, *inputs)
     if setting.quantises and "rows" in setting.narrowed:
         rows = replace(rows, bytes=rows.bytes * CODED_ROW_BYTES / BF16)
@@ -49,7 +49,7 @@ def block_exchange_seconds(
 
 def dispatch_seconds(
     rows: DispatchRows,
-    share: RankShare,
+    shape: Shape,
     setting: KernelSetting,
     dispatch: str,
     rows_per_hop: tuple[int, ...] = (),
@@ -61,28 +61,28 @@ def dispatch_seconds(
     cluster = setting.cluster
     rates = setting.rates
     copies = rows.rows * rows.top_k
-    group = strided_reach(cluster, share.ep, share.etp)
-    loads = [share.load]
+    group = strided_reach(cluster, shape.ep, shape.etp)
+    loads = [shape.load]
     if rows_per_hop:
         dispatch = "alltoall"
         loads = [sent / copies for sent in rows_per_hop]
     seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, load) for load in loads)
-    if share.etp > 1:
-        gathered = copies * rows.bytes * share.etp * loads[-1]
-        seconds += ring_seconds(gathered, strided_reach(cluster, share.etp, 1), cluster, rates)
+    if shape.etp > 1:
+        gathered = copies * rows.bytes * shape.etp * loads[-1]
+        seconds += ring_seconds(gathered, strided_reach(cluster, shape.etp, 1), cluster, rates)
     return seconds
 
 
 def tensor_seconds(
-    block: Block, share: RankShare, setting: KernelSetting, recompute: frozenset[str]
+    block: Block, shape: Shape, setting: KernelSetting, recompute: frozenset[str]
 ) -> tuple[float, float]:
     """Return the seconds of gathering and scattering rows over tp, forward and backward.
 
     Each sublayer with products that tp cuts gathers their inputs, which are saved unless
     recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
     """
-    group = strided_reach(setting.cluster, share.tp, 1), setting.cluster, setting.rates
-    scatter = ring_seconds(share.tokens * share.hidden * setting.width, *group)
+    group = strided_reach(setting.cluster, shape.tp, 1), setting.cluster, setting.rates
+    scatter = ring_seconds(shape.piece * shape.hidden * setting.width, *group)
     if setting.stack != "moefold":
         # Other stacks save a rank's own rows, and gather once more for weight gradients.
         exposed = scatter * (0.5 if setting.overlap_tp else 1.0)
@@ -90,10 +90,10 @@ def tensor_seconds(
         return 2 * exposed, (3 + ("gather" in recompute)) * exposed
     forward = backward = 0.0
     for name, spec in sublayers(block):
-        gathered, repeating = _gathered_row_bytes(spec, share.hidden, share.tp, setting.width)
+        gathered, repeating = _gathered_row_bytes(spec, shape.hidden, shape.tp, setting.width)
         if not gathered:
             continue
-        gather = ring_seconds(share.border_rows * gathered, *group)
+        gather = ring_seconds(shape.rows * gathered, *group)
         forward = forward + gather + scatter
         backward = backward + gather + scatter
         if recompute & repeating:
@@ -118,19 +118,19 @@ def _gathered_row_bytes(
 
 
 def clone_seconds(
-    block: Block, share: RankShare, setting: KernelSetting, slots: int
+    block: Block, shape: Shape, setting: KernelSetting, slots: int
 ) -> tuple[float, float]:
     """Return the seconds of exchanging clones' weights, forward, and with fp32 gradients, backward.
 
     A rank sends all its experts in pieces, and then as many as fill the slots of all ranks.
     """
     spec = as_layer_spec(block.ffn)
-    if spec.routing is None or share.ep == 1:
+    if spec.routing is None or shape.ep == 1:
         return 0.0, 0.0
-    weights = (weight for weight in spec.weights(share.hidden) if weight.is_expert)
-    local = sum(weight.local_elements(share.tp, share.ep, share.etp) for weight in weights)
-    sent = local * (1 + slots * share.ep / spec.routing.experts)
-    group = strided_reach(setting.cluster, share.ep, share.etp), setting.cluster, setting.rates
+    weights = (weight for weight in spec.weights(shape.hidden) if weight.is_expert)
+    local = sum(weight.local_elements(shape.tp, shape.ep, shape.etp) for weight in weights)
+    sent = local * (1 + slots * shape.ep / spec.routing.experts)
+    group = strided_reach(setting.cluster, shape.ep, shape.etp), setting.cluster, setting.rates
     forward, backward = (
         exchange_seconds(DispatchRows(1.0, sent * width, 1), "alltoall", *group, 1.0)
         for width in (setting.width, setting.width + STATISTIC)
@@ -141,7 +141,7 @@ def clone_seconds(
 def context_seconds(
     sent: tuple[float, float],
     attention: tuple[float, float],
-    share: RankShare,
+    shape: Shape,
     setting: KernelSetting,
     context: Context,
 ) -> tuple[float, float]:
@@ -158,18 +158,18 @@ def context_seconds(
     rates = setting.rates
     keys = sent[0]
     if context.gathers:
-        group = strided_reach(cluster, share.cp, share.tp)
-        gather = ring_seconds(keys * share.cp, group, cluster, rates)
+        group = strided_reach(cluster, shape.cp, shape.tp)
+        gather = ring_seconds(keys * shape.cp, group, cluster, rates)
         return gather, gather
-    heads = context.sharing_heads(share.cp)
+    heads = context.sharing_heads(shape.cp)
     # Queries, keys and values in one exchange, outputs in another.
-    group = strided_reach(cluster, heads, share.tp)
+    group = strided_reach(cluster, heads, shape.tp)
     rows = DispatchRows(1.0, sum(sent) / 2, 1)
     exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)
-    ranks = share.cp // heads
+    ranks = shape.cp // heads
     if ranks == 1:
         return exchanged, exchanged
-    group = strided_reach(cluster, ranks, share.tp * heads)
+    group = strided_reach(cluster, ranks, shape.tp * heads)
     device = cluster.device
     rate = device.link_bandwidth if group.domains == 1 else device.nic_bandwidth
     ring = keys * (ranks - 1) / (rate * rates.nic)
@@ -177,18 +177,18 @@ def context_seconds(
     return exchanged + forward, exchanged + max(2 * ring / ranks, 2 * ring - attention[1])
 
 
-def context_bytes(attention: Record, share: RankShare, width: int) -> tuple[float, float]:
+def context_bytes(attention: Record, shape: Shape, width: int) -> tuple[float, float]:
     """Return the bytes of a rank's keys and values, and of its queries and outputs; 0 for layers
     without attention.
     """
-    column = share.tokens * width / share.tp
-    for operation in as_layer_spec(attention).operations(share.hidden):
+    column = shape.piece * width / shape.tp
+    for operation in as_layer_spec(attention).operations(shape.hidden):
         if isinstance(core := operation.core, Attention):
             return column * core.key_value_width, column * core.query_width
     return 0.0, 0.0
 
 
-def dispatched_rows(routing: RoutingSpec, share: RankShare, width: int) -> DispatchRows:
+def dispatched_rows(routing: RoutingSpec, shape: Shape, width: int) -> DispatchRows:
     """Return the rows that a rank sends to a layer's experts, with ``width`` bytes per element."""
-    size = (routing.width or share.hidden) * width
-    return DispatchRows(share.border_rows, size, routing.top_k, routing.groups_kept, routing.groups)
+    size = (routing.width or shape.hidden) * width
+    return DispatchRows(shape.rows, size, routing.top_k, routing.groups_kept, routing.groups)

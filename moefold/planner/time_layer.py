@@ -27,8 +27,8 @@ from moefold.planner.time_work import (
     QUANTISE_BYTES,
     KernelSetting,
     LayerPolicy,
-    RankShare,
     Work,
+    for_sublayer,
     head_work,
     join_work,
     norm_work,
@@ -36,6 +36,7 @@ from moefold.planner.time_work import (
     sublayer_work,
 )
 from moefold.spec.decoder import norm_names, sublayers
+from moefold.spec.layer import Shape
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -101,29 +102,27 @@ class WorkTime:
 
 
 @memoize(1 << 15)
-def layer_time(
-    block: Block, share: RankShare, setting: KernelSetting, policy: LayerPolicy
-) -> WorkTime:
+def layer_time(block: Block, shape: Shape, setting: KernelSetting, policy: LayerPolicy) -> WorkTime:
     """Return the time of a block with its exchanges: a cached object that must not be modified."""
-    inputs = block, share, setting
+    inputs = block, shape, setting
     compute, parts = _block_time(*inputs)
     exchanges = block_exchange_seconds(*inputs, policy.dispatch, policy.rows_per_hop)
     # Copies of rows received from other ranks are never recomputed, as nothing else stores them.
-    received = {"permute"} if share.ep * share.etp > 1 else set[str]()
+    received = {"permute"} if shape.ep * shape.etp > 1 else set[str]()
     time = _add_recompute(compute, parts, policy.recompute - received)
-    if share.tp > 1:
+    if shape.tp > 1:
         time.add_part("tp", *tensor_seconds(*inputs, policy.recompute))
-    if share.cp > 1 and "core" in parts:
+    if shape.cp > 1 and "core" in parts:
         attention = time.forward["attention"], time.backward["attention"]
-        sent = context_bytes(block.attention, share, setting.width)
-        forward, backward = context_seconds(sent, attention, share, setting, policy.context)
+        sent = context_bytes(block.attention, shape, setting.width)
+        forward, backward = context_seconds(sent, attention, shape, setting, policy.context)
         again = forward if policy.recompute & {"block", "attention"} else 0.0
         time.add_part("cp", forward, backward + again)
     if policy.offload.moves_layers:
         _add_offload(time, *inputs, policy)
     if policy.pages is not None:
         # Rows are copied to pages in forward, and back in backward.
-        rows = offload_bytes((sublayer_work(block.ffn, share),), frozenset({"experts"}))
+        rows = offload_bytes((sublayer_work(block.ffn, shape),), frozenset({"experts"}))
         moved = 2 * (setting.width / BF16) * rows
         copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
         time.add_part("memory", copying, copying)
@@ -136,7 +135,7 @@ def layer_time(
 
 @memoize(1 << 15)
 def _block_time(
-    block: Block, share: RankShare, setting: KernelSetting
+    block: Block, shape: Shape, setting: KernelSetting
 ) -> tuple[WorkTime, Mapping[str, WorkTime]]:
     """Return a block's compute time without recompute, and its parts."""
     num_norms = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
@@ -144,23 +143,23 @@ def _block_time(
     for name, record in sublayers(block):
         path = f"{record.prefix or name}."
         frozen = frozenset(w.removeprefix(path) for w in block.frozen if w.startswith(path))
-        times = _sublayer_parts(record, share.for_sublayer(record), setting, frozen)
+        times = _sublayer_parts(record, for_sublayer(shape, record), setting, frozen)
         for part, time in times.items():
             parts.setdefault(part, WorkTime()).add(time)
-    parts |= _time_parts(norm_work(share.dense, num_norms), setting)
+    parts |= _time_parts(norm_work(shape.without_experts, num_norms), setting)
     return _sum_parts(parts), parts
 
 
-def sublayer_seconds(record: Record, share: RankShare, setting: KernelSetting) -> float:
+def sublayer_seconds(record: Record, shape: Shape, setting: KernelSetting) -> float:
     """Return device seconds of a sublayer: one forward and one backward."""
-    parts = _sublayer_parts(record, share.for_sublayer(record), setting)
+    parts = _sublayer_parts(record, for_sublayer(shape, record), setting)
     return sum(part.device_seconds for part in parts.values())
 
 
 @memoize(1 << 12)
 def head_or_join_time(
     vocab: int | None,
-    share: RankShare,
+    shape: Shape,
     setting: KernelSetting,
     policy: LayerPolicy,
     frozen: bool = False,
@@ -169,7 +168,7 @@ def head_or_join_time(
     joins a multi-token layer's inputs: a cached object. ``frozen``: the head is not trained.
     """
     head = vocab is not None
-    work = head_work(vocab, share, setting.loss_chunk, frozen) if head else join_work(share)
+    work = head_work(vocab, shape, setting.loss_chunk, frozen) if head else join_work(shape)
     parts = _time_parts(work, setting)
     return _add_recompute(_sum_parts(parts), parts, policy.recompute)
 
@@ -198,9 +197,9 @@ def _add_recompute(
 
 @memoize(1 << 15)
 def _sublayer_parts(
-    record: Record, share: RankShare, setting: KernelSetting, frozen: frozenset[str] = frozenset()
+    record: Record, shape: Shape, setting: KernelSetting, frozen: frozenset[str] = frozenset()
 ) -> dict[str, WorkTime]:
-    return _time_parts(sublayer_work(record, share, frozen), setting)
+    return _time_parts(sublayer_work(record, shape, frozen), setting)
 
 
 def _time_parts(parts: Mapping[str, Work], setting: KernelSetting) -> dict[str, WorkTime]:
@@ -271,12 +270,12 @@ drives of 4 GB/s."""
 
 
 def _add_offload(
-    time: WorkTime, block: Block, share: RankShare, setting: KernelSetting, policy: LayerPolicy
+    time: WorkTime, block: Block, shape: Shape, setting: KernelSetting, policy: LayerPolicy
 ) -> None:
     """Add the cost of offloading to host and disk: memory traffic, and exposed transfers."""
     device = setting.cluster.device
-    parts = sublayer_work(block.attention, share), sublayer_work(block.ffn, share)
-    host, disk = (offload_bytes(parts, modules) * share for modules, share in policy.offload.tiers)
+    parts = sublayer_work(block.attention, shape), sublayer_work(block.ffn, shape)
+    host, disk = (offload_bytes(parts, modules) * shape for modules, shape in policy.offload.tiers)
     if policy.pages is not None:
         host += offload_bytes(parts, frozenset({"experts"})) * policy.pages.spill
     host, disk = (size * setting.width / BF16 for size in (host, disk))

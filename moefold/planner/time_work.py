@@ -1,5 +1,5 @@
 """Work of a micro-batch in one layer on one rank, independent of rates: products, bytes, launches;
-and what decides its time besides: a rank's share, the policy of the layer, the setting of kernels.
+and what decides its time besides: a rank's shape, the policy of the layer, the setting of kernels.
 
 It follows from the layer's description (``moefold/spec/layer.py``). Bytes count each read and write
 of a tensor by an element-wise kernel, in bfloat16.
@@ -23,13 +23,13 @@ from moefold.spec.layer import (
     NOTHING,
     RING,
     Attention,
-    Axis,
     LayerSpec,
     Matmul,
     Modules,
     Operation,
     Rows,
     Scan,
+    Shape,
     Weight,
     as_layer_spec,
 )
@@ -84,60 +84,34 @@ class Work:
         return inputs, sum(product.m * product.n * product.count for product in self.products)
 
 
-class RankShare(NamedTuple):
-    """One rank's part of a micro-batch."""
+def work_shape(case: Case) -> Shape:
+    """Return the shape that decides the time of a case's layers: that of an even split of rows, as
+    loads and room are counted where rows are exchanged.
+    """
+    sizes = case.sizes
+    return Shape(
+        hidden=case.decoder.hidden,
+        rows=case.rows,
+        seq=case.seq,
+        tp=sizes.tp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        load=case.load,
+        sorted_rows=case.dispatch in PERMUTING_DISPATCHERS,
+    )
 
-    hidden: int
-    seq: int
-    sequences: int
-    tp: int
-    cp: int
-    ep: int
-    etp: int
-    load: float
-    fused_permute: bool
-    """Whether the dispatcher permutes rows itself."""
-    top_k: int = 0
-    """Experts per row."""
 
-    @classmethod
-    def of(cls, case: Case) -> "RankShare":
-        """Return the share of a case."""
-        sizes = case.sizes
-        return cls(
-            case.decoder.hidden, case.seq, case.micro_batch, sizes.tp, sizes.cp, sizes.ep,
-            sizes.etp, case.load, case.dispatch in PERMUTING_DISPATCHERS,
-        )  # fmt: skip
+def for_sublayer(shape: Shape, record: Record) -> Shape:
+    """Return a shape reduced to what the time of a sublayer depends on."""
+    return shape if has_routing(record) else shape.without_experts
 
-    @property
-    def dense(self) -> "RankShare":
-        """This share for a sublayer without experts, independent of where experts are."""
-        return self._replace(ep=1, etp=1, load=1.0, fused_permute=False)
 
-    def for_sublayer(self, record: Record) -> "RankShare":
-        """Return the share reduced to what a sublayer depends on."""
-        return self if has_routing(record) else self.dense
-
-    @property
-    def sizes(self) -> dict[Axis, int]:
-        """Sizes of the axes that cut weights."""
-        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
-
-    def rows(self, kind: Rows) -> float:
-        """Return the rows that an operation reads on one rank."""
-        if kind == "routed":
-            return self.border_rows * self.top_k * self.etp * self.load
-        return self.border_rows if kind == "own" else self.tokens
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of a micro-batch after cp."""
-        return self.seq * self.sequences / self.cp
-
-    @property
-    def border_rows(self) -> float:
-        """Rows between sublayers, where tp splits the tokens."""
-        return self.tokens / self.tp
+def rows_read(shape: Shape, kind: Rows, top_k: int) -> float:
+    """Return the rows that an operation reads on one rank, of ``top_k`` experts per row."""
+    if kind == "routed":
+        return shape.rows * top_k * shape.etp * shape.load
+    return shape.rows if kind == "own" else shape.piece
 
 
 class LayerPolicy(NamedTuple):
@@ -227,19 +201,19 @@ Parts = dict[str, Work]
 
 
 @memoize(1 << 14)
-def sublayer_work(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
+def sublayer_work(record: Record, shape: Shape, frozen: frozenset[str] = frozenset()) -> Parts:
     """Return the parts of a sublayer, a cached object; ``frozen`` names weights in it."""
     spec = as_layer_spec(record)
     if spec.absent:
         return {}
     routing = spec.routing
-    share = share if routing is None else share._replace(top_k=routing.top_k)
-    weights, operations = _weights_and_operations(spec, share.hidden)
-    parts = {op.name: _operation_work(op, weights, share, frozen) for op in operations}
+    top_k = 0 if routing is None else routing.top_k
+    weights, operations = _weights_and_operations(spec, shape.hidden)
+    parts = {op.name: _operation_work(op, weights, shape, top_k, frozen) for op in operations}
     if routing is not None:
         # Kernels that sort rows by expert and back; fewer where the dispatcher sorts them.
-        passes, launches = (4, 8) if share.fused_permute else (8, 20)
-        moved = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
+        passes, launches = (4, 8) if shape.sorted_rows else (8, 20)
+        moved = rows_read(shape, "routed", top_k) * (routing.width or shape.hidden) * BF16 * passes
         parts["permute"] = Work((), (), moved, moved, launches)
     return parts
 
@@ -257,56 +231,58 @@ def _weights_and_operations(
     return weights, operations
 
 
-def norm_work(share: RankShare, count: int) -> Parts:
+def norm_work(shape: Shape, count: int) -> Parts:
     """Return the work of ``count`` norms of a block, each with a residual sum."""
-    size = share.border_rows * share.hidden * BF16 * count / 2
+    size = shape.rows * shape.hidden * BF16 * count / 2
     return {"norms": Work((), (), NORM_PASSES * size, NORM_PASSES_BACKWARD * size, 2 * count)}
 
 
-def head_work(
-    vocab: int, share: RankShare, chunk: int | None = None, frozen: bool = False
-) -> Parts:
+def head_work(vocab: int, shape: Shape, chunk: int | None = None, frozen: bool = False) -> Parts:
     """Return the work of head and loss: logits in fp32, read and written by softmax and gradient.
 
     Args:
         vocab: columns of the logits.
-        share: the rank's part of a micro-batch.
+        shape: the rank's part of a micro-batch.
         chunk: rows of a chunk of logits; None is all rows.
         frozen: whether the matrix has no gradient.
     """
-    columns = largest_share(vocab, share.tp)
-    logits = share.tokens * columns
-    rows = min(chunk or share.tokens, share.tokens)
-    product = Product(rows, columns, share.hidden, share.tokens / rows)
-    weights = share.hidden * columns
+    columns = largest_share(vocab, shape.tp)
+    logits = shape.piece * columns
+    rows = min(chunk or shape.piece, shape.piece)
+    product = Product(rows, columns, shape.hidden, shape.piece / rows)
+    weights = shape.hidden * columns
     moved = 3 * logits * FP32
-    launches = 8 * ceil(share.tokens / rows)
+    launches = 8 * ceil(shape.piece / rows)
     trained = 0.0 if frozen else 1.0
     return {"head": Work((product,), (), moved, moved, launches, weights, True, trained)}
 
 
-def join_work(share: RankShare) -> Parts:
+def join_work(shape: Shape) -> Parts:
     """Return the work of the projection that joins a multi-token layer's two inputs."""
-    product = Product(share.border_rows, share.hidden, 2 * share.hidden)
-    return {"attention": Work((product,), launches=4, weights=2 * share.hidden**2)}
+    product = Product(shape.rows, shape.hidden, 2 * shape.hidden)
+    return {"attention": Work((product,), launches=4, weights=2 * shape.hidden**2)}
 
 
 def _operation_work(
-    operation: Operation, weights: Mapping[str, Weight], share: RankShare, frozen: frozenset[str]
+    operation: Operation,
+    weights: Mapping[str, Weight],
+    shape: Shape,
+    top_k: int,
+    frozen: frozenset[str],
 ) -> Work:
     """Return the work of one operation of a layer on a rank."""
-    products = tuple(_product(matmul, weights, share) for matmul in operation.matmuls)
+    products = tuple(_product(matmul, weights, shape, top_k) for matmul in operation.matmuls)
     forward = backward = 0.0
     for traffic in operation.traffic:
         units = traffic.units
-        part = 1.0 if units is None else units.fraction(share.sizes[units.axis])
-        size = share.rows(traffic.rows) * traffic.features * part * BF16
+        part = 1.0 if units is None else units.fraction(shape.sizes[units.axis])
+        size = rows_read(shape, traffic.rows, top_k) * traffic.features * part * BF16
         forward += traffic.forward * size
         backward += traffic.backward * size
     launches = operation.launches
     if launches is None:
         launches = sum(product.count for product in products)
-    cores, scanned = _core_work(operation.core, share)
+    cores, scanned = _core_work(operation.core, shape)
     local = sum(product.n * product.k * product.count for product in products)
     read = [weights[name] for matmul in operation.matmuls for name in matmul.weights]
     trained = sum(weight.elements for weight in read if weight.name not in frozen)
@@ -316,27 +292,27 @@ def _operation_work(
     )
 
 
-def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) -> Product:
+def _product(matmul: Matmul, weights: Mapping[str, Weight], shape: Shape, top_k: int) -> Product:
     """Return the sizes of a product on a rank; experts have equal numbers of rows."""
-    sizes = share.tp, share.ep, share.etp
+    sizes = shape.tp, shape.ep, shape.etp
     matrices = [weights[name].local_matrix(*sizes) for name in matmul.weights]
     _, k, count = matrices[0]
-    rows = share.rows(matmul.rows)
+    rows = rows_read(shape, matmul.rows, top_k)
     if matmul.rows == "routed":
         rows = max(1.0, rows / count)
     return Product(rows, sum(n for n, _, _ in matrices), k, count)
 
 
-def _core_work(core: Attention | Scan | None, share: RankShare) -> tuple[tuple[Core, ...], float]:
+def _core_work(core: Attention | Scan | None, shape: Shape) -> tuple[tuple[Core, ...], float]:
     """Return the products of attention or a scan, and the bytes that a scan moves."""
     if isinstance(core, Attention):
-        pairs = core.pairs(share.seq)
-        flops = 2 * share.tokens * pairs * core.query_width / share.tp
+        pairs = core.pairs(shape.seq)
+        flops = 2 * shape.piece * pairs * core.query_width / shape.tp
         return (Core(flops, 2 * pairs, core.v_dim),), 0.0
     if core is None:
         return (), 0.0
-    flops = 2 * share.tokens * core.products / share.tp
-    return (Core(flops, SCAN_LENGTH, SCAN_DIM),), share.tokens * core.moved / share.tp * BF16
+    flops = 2 * shape.piece * core.products / shape.tp
+    return (Core(flops, SCAN_LENGTH, SCAN_DIM),), shape.piece * core.moved / shape.tp * BF16
 
 
 OFFLOADED_WORK = {

@@ -242,7 +242,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     rows; sublayers that share a norm save its output once; norms after one save their input.
     """
     if block.multi_token is not None:  # schedules never split such a block
-        shape = replace(shape, separate_exchanges=False)
+        shape = shape._replace(separate_exchanges=False)
     parts: dict[str, list[Saved]] = {"attention": [Saved("input", shape.hidden_bytes)], "ffn": []}
     for name, record in (("attention", block.attention), ("ffn", block.ffn)):
         spec = as_layer_spec(record)

@@ -336,9 +336,8 @@ class Saved:
         return not self.freed_by & recompute
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Numbers of rows, bytes and ranks that determine a layer's tensors on the fullest rank."""
+class Shape(NamedTuple):
+    """Rows, bytes and ranks that decide a layer's tensors and work on the fullest rank."""
 
     hidden: int
     rows: int
@@ -361,6 +360,20 @@ class Shape:
     """Whether a schedule runs a block's exchanges as separate segments, to overlap them."""
     clones: int = 0
     """Slots of a rank for clones of other ranks' experts."""
+    seq: int = 0
+    """Tokens of a sequence, which decide the work of attention."""
+    sorted_rows: bool = False
+    """Whether the dispatcher itself sorts rows by expert."""
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Sizes of the axes that cut weights."""
+        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
+
+    @property
+    def without_experts(self) -> "Shape":
+        """The shape for a layer without experts, wherever experts are."""
+        return self._replace(ep=1, etp=1, load=1.0, sorted_rows=False)
 
     @property
     def piece(self) -> int:

@@ -174,7 +174,7 @@ def _block_pages(block: Block, shape: Shape, recompute: Modules, record: Offload
     pages = Pages()
     if spec.routing is None:
         return pages
-    planned = replace(shape, room=None, load=record.load).received_rows(spec.routing)
+    planned = shape._replace(room=None, load=record.load).received_rows(spec.routing)
     for part in spec.saved(shape):
         if part.rows and part.saved and part.from_forward and part.is_saved_under(recompute):
             pages[part.bytes // part.rows] += ceil(min(planned, part.rows) / record.page)

@@ -48,7 +48,7 @@ from moefold.planner.time import (
     pipeline_seconds,
 )
 from moefold.planner.time_layer import layer_time
-from moefold.planner.time_work import LayerPolicy, RankShare, build_setting, sublayer_work
+from moefold.planner.time_work import LayerPolicy, build_setting, sublayer_work, work_shape
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
@@ -59,7 +59,7 @@ from moefold.schedule.config import (
 )
 from moefold.schedule.simulate import StageCosts, simulate
 from moefold.spec.decoder import with_multi_token
-from moefold.spec.layer import Matmul, Operation, Weight
+from moefold.spec.layer import Matmul, Operation, Shape, Weight
 from tests.planning import laid, relaid
 from tests.traffic.data import data
 from tests.traffic.experts import expert
@@ -377,7 +377,7 @@ def test_what_copies_exchange_hides_where_passes_run_beside_it():
 def test_losses_on_further_tokens_read_one_head():
     one = case()
     setting = build_setting(one.cluster, one.software, "bf16", frozenset())
-    made = PassTime(QWEN3_30B, RankShare.of(one), setting, LayerPolicy.of(one))
+    made = PassTime(QWEN3_30B, work_shape(one), setting, LayerPolicy.of(one))
     alone, further = (
         made.layers_time(StageContents((), more, False, True)).weights for more in (0, 1)
     )
@@ -498,7 +498,7 @@ class CoreTwice(Gqa):
 
 def test_operations_of_one_name_in_both_halves_are_added_up() -> None:
     """Those of one half need names of their own."""
-    share = RankShare(2048, 4096, 1, 1, 1, 1, 1, 1.0, False)
+    shape = Shape(2048, 4096, seq=4096)
     setting = build_setting(parse_cluster("h100x8"), Software(), "bf16", frozenset())
     more = list[float]()
     for gate in (False, True):
@@ -508,8 +508,8 @@ def test_operations_of_one_name_in_both_halves_are_added_up() -> None:
             Block.model_construct(attention=kind(heads=32, kv_heads=4, head_dim=64), ffn=ffn)
             for kind in (Gqa, GatedTwice)
         )
-        plain, gated = (layer_time(b, share, setting, LayerPolicy("alltoall")) for b in blocks)
+        plain, gated = (layer_time(b, shape, setting, LayerPolicy("alltoall")) for b in blocks)
         more.append(gated.device_seconds - plain.device_seconds)
     assert more[0] == pytest.approx(more[1]) and more[0] > 0
     with pytest.raises(ValueError, match="CoreTwice describes two operations named core"):
-        sublayer_work(CoreTwice(heads=4, kv_heads=2, head_dim=4), share)
+        sublayer_work(CoreTwice(heads=4, kv_heads=2, head_dim=4), shape)

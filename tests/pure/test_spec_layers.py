@@ -26,7 +26,7 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.planner import untrained
 from moefold.planner.count import count
 from moefold.planner.memory_saved import saved_tensors
-from moefold.planner.time_work import RankShare, sublayer_work
+from moefold.planner.time_work import sublayer_work
 from moefold.proof.matrix import kinds
 from moefold.proof.shrink import SizeRequirements, small_part
 from moefold.spec.decoder import model_needs, model_weights
@@ -114,8 +114,8 @@ def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     assert count(decoder).parts["attention"].parameters == 3 * 100 * 4
     assert "layers.2.attention.in.weight" in {weight.name for weight in model_weights(decoder)}
     assert [saved.name for saved in saved_tensors(block, Shape(4, 8))][:2] == ["input", "rows"]
-    share = RankShare(4, 8, 1, 1, 1, 1, 1, 1.0, False)
-    assert sublayer_work(Diagonal(), share)["attention"].products == ()
+    shape = Shape(4, 8, seq=8)
+    assert sublayer_work(Diagonal(), shape)["attention"].products == ()
     small = small_part(Diagonal(), SizeRequirements(Sizes(tp=3, cp=2)))
     assert isinstance(small, Diagonal) and small.features == 18
     assert small_part(Diagonal(features=6), SizeRequirements(Sizes(tp=3))) == Diagonal(features=6)
@@ -137,7 +137,7 @@ def test_the_width_of_an_activation_follows_from_products_whatever_their_operati
         for kind in (Dense, Renamed):
             assert kind(width=128, latent=latent).activation_width(shape) == 64
     shared = Moe(width=32, router=Router(experts=4, top_k=2), shared=Shared(width=8, gate=True))
-    assert shared.activation_width(replace(shape, etp=2)) == 16
+    assert shared.activation_width(shape._replace(etp=2)) == 16
     assert untrained.AbsentLayer().activation_width(shape) == 0
 
 

@@ -110,7 +110,7 @@ class Dense(LayerSpec):
             latent = Saved("ffn.latent", size, recomputed, gathered, module="ffn")
             yield latent if gathered else replace(latent, operand_of=("w_in",))
             yield Saved("ffn.combined", size, recomputed, module="ffn", operand_of=("up.weight",))
-            shape = replace(shape, hidden=self.latent)
+            shape = shape._replace(hidden=self.latent)
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 
     def shrink(self, by: Sizes) -> Self:

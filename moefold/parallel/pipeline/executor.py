@@ -234,10 +234,15 @@ def pages_of(parts: ModelParts, line: Line, rows: int) -> Pages:
     decoder = parts.model.record
     sizes = parts.layout.split
     assert isinstance(layout.dispatch, FixedShape)
-    width = parts.model.recipe.dtype.itemsize
-    room = layout.dispatch.buffer_rows(sizes)
     shape = Shape(
-        decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
+        hidden=decoder.hidden,
+        rows=rows,
+        tp=sizes.tp,
+        etp=sizes.etp,
+        width=parts.model.recipe.dtype.itemsize,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        room=layout.dispatch.buffer_rows(sizes),
     )
 
     def blocks(numbers: tuple[str, ...]) -> list[Block]:
