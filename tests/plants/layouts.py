@@ -2,6 +2,7 @@
 
 from tests.plants.plant import Plant
 
+CHANGES = "tests/pure/test_planner_search.py::"
 BUGS = "tests/gloo/test_proof_bugs.py::"
 EXAMPLES = "tests/gloo/test_docs_examples.py::"
 KEPT = "tests/cpu/test_moe_bias_kept.py::"
@@ -155,5 +156,30 @@ PLANTS = (
         "kernels/cross_entropy/chunked.py",
         "weight_c[:, None].neg().mul_(local_C1[rows])",
         "weight_c[:, None].neg()",
+    ),
+    Plant(
+        "graphs",
+        "CUDA graphs are suggested whatever they cannot capture",
+        CHANGES + "test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them",
+        "planner/search_change.py",
+        "return all(v.path not in",
+        "return True or all(v.path not in",
+    ),
+    Plant(
+        "states",
+        "a run file leaves out the ZeRO stage that a search chose",
+        "tests/pure/test_planner_layouts.py::"
+        "test_a_made_layout_is_the_one_that_its_run_file_states",
+        "planner/layouts.py",
+        '    stated["zero"] = zero\n',
+        '    stated |= {"zero": zero} if zero != 1 else {}\n',
+    ),
+    Plant(
+        "settled",
+        "what leaves for a disk is sent to the host",
+        "tests/pure/test_planner_recompute.py::test_what_leaves_is_settled_too",
+        "planner/recompute.py",
+        "    if folder is None:\n",
+        "    if True:\n",
     ),
 )

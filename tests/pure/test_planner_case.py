@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,6 @@ from moefold.model.config import MultiToken
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
 from moefold.planner.hardware import parse_cluster
-from moefold.planner.layouts import OptimizerOnHost, OtherRecompute, make_recompute
 from moefold.run import load_run
 from moefold.schedule.config import (
     Interleaved,
@@ -74,18 +73,6 @@ def test_rows_are_split_over_tp_and_cp() -> None:
 def test_what_no_run_could_have_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         case(**changes)
-
-
-def test_modules_of_other_software_are_checked_too() -> None:
-    modules: Any = frozenset(("norms", "moe_act"))
-    record = make_recompute(modules)
-    assert isinstance(record, OtherRecompute) and record.recomputed == modules
-    assert make_recompute(frozenset(("norms", "gather"))) == Selective(modules=("gather", "norms"))
-    assert make_recompute(frozenset(("block",))) == Full() and make_recompute(frozenset()) is None
-    with pytest.raises(ValueError, match="mlp"):
-        make_recompute(cast(Any, frozenset(("mlp",))))
-    with pytest.raises(ValueError, match="share"):
-        OptimizerOnHost(share=-1.0)
 
 
 def test_recompute_records_of_a_run_file_have_their_modules() -> None:
