@@ -8,7 +8,7 @@ A field's type defines its legal values (``Annotated[int, Field(ge=1)]``). Const
 fields are checked by ``rules()``, which is called only when every field is legal.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, ClassVar, cast
@@ -106,19 +106,21 @@ def iter_records(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, 
             yield from iter_records(item, (*path, i))
 
 
-def stated(value: Any) -> Any:
-    """Convert a record to plain data as :func:`to_dict`, without the fields that were not stated
-    when it was made; those that tell kinds of a slot apart remain.
+def without_defaults(value: Any, always: Collection[str] = ()) -> Any:
+    """Convert a record to plain data as :func:`to_dict`, without fields that have their default.
+
+    ``always`` are fields of the record that remain; so do the kinds of records in slots.
     """
     if isinstance(value, BaseModel):
         fields = type(value).model_fields.items()
         return {
-            info.alias or name: stated(getattr(value, name))
+            info.alias or name: without_defaults(getattr(value, name))
             for name, info in fields
-            if name in value.model_fields_set or name == "kind"
+            if name in ("kind", *always)
+            or getattr(value, name) != info.get_default(call_default_factory=True)
         }
     if isinstance(value, list | tuple):
-        return [stated(item) for item in value]
+        return [without_defaults(item) for item in value]
     return to_dict(value)
 
 

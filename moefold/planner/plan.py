@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moefold.config.base import stated, to_dict
+from moefold.config.base import to_dict, without_defaults
 from moefold.config.errors import RunError, Violation, dotted
 from moefold.layers.config import MAX_SIZE, Full
 from moefold.mesh.pipeline import Stages
@@ -488,14 +488,23 @@ def run_file_fragment(layout: PlannedLayout) -> dict[str, Any]:
     train["precision"] = layout.recipe if record is None else "bf16"
     if record is not None:
         train["quantise"] = to_dict(record) | {"rows": layout.quantised_rows}
-    return {"train": train, "layout": stated(_legal_layout(case))}
+    return {"train": train, "layout": _layout_fields(case)}
 
 
-def _legal_layout(case: Case) -> Layout:
-    """Return a case's layout without recompute of what its model does not save."""
-    if isinstance(case.layout.recompute, Full):
-        return case.layout
-    modules = case.recompute & model_needs(case.decoder).recomputable(case.sizes.tp)
-    if modules == case.recompute:
-        return case.layout
-    return case.layout.model_copy(update={"recompute": make_recompute(modules)})
+def _layout_fields(case: Case) -> dict[str, Any]:
+    """Return the fields of a case's layout that a run file states: those that are no default, and
+    what a search always decides; without recompute of what the model does not save.
+    """
+    layout = case.layout
+    always = ["sizes", "zero"]
+    update = dict[str, Any]()
+    if case.sizes.pp > 1 or case.schedule.overlaps_passes:
+        always.append("schedule")
+        update["schedule"] = case.schedule
+    if case.dispatch != "local":
+        always.append("dispatch")
+    if not isinstance(layout.recompute, Full):
+        saved = model_needs(case.decoder).recomputable(case.sizes.tp)
+        if not case.recompute <= saved:
+            update["recompute"] = make_recompute(case.recompute & saved)
+    return without_defaults(layout.model_copy(update=update), always)

@@ -1,14 +1,16 @@
 """Layouts that the planner makes: as run files state them, and of other software."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from moefold.config.base import stated
+from moefold.config.base import to_dict
 from moefold.layers.config import Full, Offload, OffloadToHost, Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.parallel.config import Layout
+from moefold.planner.hardware import parse_cluster
 from moefold.planner.layouts import (
     OptimizerOnHost,
     OtherDispatch,
@@ -18,14 +20,22 @@ from moefold.planner.layouts import (
     make_recompute,
     unsupported,
 )
+from moefold.planner.plan import PlannedLayout, run_file_fragment
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
+from tests.pure.test_planner_search import small
+
+
+def fields_of(layout: Layout) -> dict[str, Any]:
+    """Return what a run file states of a layout."""
+    task = replace(small(), cluster=parse_cluster("h100x8"))
+    return run_file_fragment(PlannedLayout(task.case(layout)))["layout"]
 
 
 def test_a_made_layout_is_the_one_that_its_run_file_states() -> None:
     made = make_layout(
         Sizes(tp=2, pp=2, vpp=2, ep=4),
         schedule=Interleaved(),
-        stages=Stages.parse("Et|(t|)*2tL"),
+        stages=Stages.parse("Et|t|t|tL"),
         dispatch=make_dispatch("two_level", 2),
         zero=1,
         recompute=frozenset(("norms", "gather")),
@@ -40,7 +50,8 @@ def test_a_made_layout_is_the_one_that_its_run_file_states() -> None:
         "recompute": {"kind": "selective", "modules": ["gather", "norms"]},
         "offload": {"host": {"modules": ["experts"]}},
     }
-    assert stated(made) == fields and Layout.model_validate(fields) == made
+    assert fields_of(made) == fields and Layout.model_validate(fields) == made
+    assert fields_of(Layout.model_validate(to_dict(made))) == fields, "with all that is default too"
     assert not [*unsupported(made)]
 
 
@@ -48,10 +59,12 @@ def test_what_has_no_effect_is_not_stated() -> None:
     """A schedule without a pipeline, unless it overlaps passes, and a dispatcher of one rank."""
     dispatch = make_dispatch("alltoall")
     alone = make_layout(Sizes(tp=2), schedule=OneFOneB(), dispatch=dispatch)
-    assert stated(alone) == {"sizes": "tp2", "zero": 1}
+    assert fields_of(alone) == {"sizes": "tp2", "zero": 1}
     merged = make_layout(Sizes(ep=2), schedule=Merged(), dispatch=dispatch)
-    assert stated(merged)["schedule"] == {"kind": "merged"}
-    assert stated(merged)["dispatch"] == {"kind": "alltoall"}
+    assert fields_of(merged)["schedule"] == {"kind": "merged"}
+    assert fields_of(merged)["dispatch"] == {"kind": "alltoall"}
+    useless = make_layout(Sizes(), recompute=frozenset(("norms", "gather", "shared")))
+    assert fields_of(useless)["recompute"] == {"kind": "selective", "modules": ["norms"]}
 
 
 def test_records_of_other_software_are_checked_and_named() -> None:
