@@ -12,6 +12,7 @@ import torch
 from moefold.comm.agree import run_on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
+from moefold.config.base import to_dict
 from moefold.failures import (
     GIB,
     WORKING_BYTES,
@@ -23,6 +24,7 @@ from moefold.failures import (
     require_address_space,
 )
 from moefold.layers.config import Auto
+from moefold.parallel.config import Layout
 from moefold.planner.hardware import Cluster, cpu_device, device_by_name, find_device, with_memory
 from moefold.planner.memory import StageMemory, estimate_memory
 from moefold.planner.recompute import FALLBACK_DEVICE
@@ -45,8 +47,9 @@ def resolve_recompute(run: Run, world: World) -> Run:
     """
     if not isinstance(run.layout.recompute, Auto):
         return run
-    layout = run_on_first(lambda: resolve_layout(run, cluster_of(world)), world.on_host)
-    return run.model_copy(update={"layout": layout})
+    # Ranks exchange plain data, not records.
+    fields = run_on_first(lambda: to_dict(resolve_layout(run, cluster_of(world))), world.on_host)
+    return run.model_copy(update={"layout": Layout.model_validate(fields)})
 
 
 def cluster_of(world: World) -> Cluster:

@@ -8,6 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from moefold.comm.world import World
+from moefold.config.base import to_dict
+from moefold.mesh.folding import Folding
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.optim.muon import MuonOptimizer
 from moefold.parallel.config import StatePlacement
@@ -15,6 +18,8 @@ from moefold.planner.case import NumberFormats, Recipe
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import StageMemory, estimate_memory
 from moefold.planner.task import TrainingTask
+from moefold.run import load_run
+from moefold.training.memory import resolve_recompute
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import quick_folder
 from tests.gloo.harness import run_ranks
@@ -121,3 +126,18 @@ def test_what_lies_where_is_what_the_planner_says(number: int, kind: Kind) -> No
     moments = sum(rank["moments"] for rank in ranks)
     if place.share == 1:
         assert moments == pytest.approx(RANKS * said.state.offloaded_moments)
+
+
+def settled(rank: int) -> dict[str, Any]:
+    """Return the layout in which a rank runs what asks for ``auto`` recompute."""
+    auto = "layout.recompute={kind: auto, host: true}"
+    run = load_run("tiny", ["layout.sizes=ep2", auto])
+    world = World.open(Folding(run.layout.split, RANKS), "cpu", 60)
+    return to_dict(resolve_recompute(run, world).layout)
+
+
+def test_ranks_agree_on_what_auto_recomputes() -> None:
+    """The first rank decides, and the others are told: a run of several ranks could not begin."""
+    one, other = run_ranks(settled, RANKS)
+    run = load_run("tiny", ["layout.sizes=ep2"])
+    assert one == other == to_dict(run.layout), "there is memory for all that it saves"

@@ -182,4 +182,12 @@ PLANTS = (
         "    if folder is None:\n",
         "    if True:\n",
     ),
+    Plant(
+        "agree",
+        "the first rank tells the others a record, which is no plain data",
+        "tests/gloo/test_planner_state.py::test_ranks_agree_on_what_auto_recomputes",
+        "training/memory.py",
+        "lambda: to_dict(resolve_layout(run, cluster_of(world)))",
+        "lambda: resolve_layout(run, cluster_of(world))",
+    ),
 )
