@@ -78,7 +78,7 @@ def train_rank(
         hooks = assemble(run.watch, Console(stderr=True))
         with Trainer(run, folder, hooks, world=world, memory=memory) as job:
             file = notes / f"samples-{world.rank}.jsonl"
-            job.loader.load_step = noted(job.loader.load_step, file)  # type: ignore[method-assign]
+            job.reader.read = noted(job.reader.read, file)  # type: ignore[method-assign]
             job.last_step = until or job.last_step
             with suppress(Interrupted):
                 job.train()

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ from moefold.training.memory import (
 from moefold.training.model_checkpoint import describe_model, fill_initial_values
 from moefold.training.nonfinite import decide_update
 from moefold.training.precision import PrecisionChoice, configure_matmuls
+from moefold.training.reading import ReadError, StepReader
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, plugin_digests, run_digest
 from moefold.training.routing import step_executor
@@ -154,6 +156,7 @@ class Trainer:
                 run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
                 self.tokenizer = prepared().tokenizer
                 self.loader = open_loader(run, prepared(), world)
+                self.reader = StepReader(self.loader, world)
                 check_ranks_agree(run, self.plugins, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
                 parts = build_parts(self.decoder, choice.precision, run.layout, world, "meta")
@@ -286,11 +289,14 @@ class Trainer:
                 self._agreed_stop = None
                 self._stop_request = None
                 if reason is not None:
+                    self.reader.raise_failure()
                     raise Interrupted(f"{reason}; saved step {self.progress.step}")
             except BaseException as caught:
                 error = caught
-                if isinstance(caught, DataError) and self.world.size == 1:
-                    self.save()  # data are read before anything of a step happens
+                is_alone = self.world.size == 1
+                # All ranks, or the only one, are here, and nothing of a step has happened.
+                if isinstance(caught, ReadError) or (is_alone and isinstance(caught, DataError)):
+                    self.save()
                 raise
             finally:
                 self._stop_hooks(error)
@@ -312,7 +318,13 @@ class Trainer:
         self.batch_index = index = self.progress.next_batch_index()
         self.model.recipe.seed = run.seed
         self.model.recipe.step = step
-        micros = self.loader.load_step(index) if batches is None else batches
+        if self._agreed_stop is not None:  # after which a caller of steps goes on
+            self.reader.raise_failure()
+        micros = self.reader.read(index) if batches is None else batches
+        if batches is None and step + 1 < self.last_step:
+            following = replace(self.progress, step=step + 1).next_batch_index()
+            if failure := self.reader.read_ahead(following):
+                self.request_stop(failure)
 
         def forward_backward() -> StepFigures:
             stop = self._stop_request is not None

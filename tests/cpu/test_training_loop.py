@@ -193,7 +193,7 @@ class Poison:
 
     def __init__(self, job: Trainer, places: set[int], value: float = math.nan) -> None:
         self.seen: list[int] = []
-        plain = job.loader.load_step
+        plain = job.reader.read
 
         def step(place: int) -> Any:
             self.seen.append(place)
@@ -202,7 +202,7 @@ class Poison:
         def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
             return out * value if self.seen[-1] in places else out
 
-        job.loader.load_step = step  # type: ignore[method-assign]
+        job.reader.read = step  # type: ignore[method-assign]
         job.model.norm.register_forward_hook(spoil)
 
 

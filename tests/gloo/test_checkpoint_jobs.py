@@ -100,7 +100,7 @@ def note_state(job: Trainer, folder: Path, name: str) -> None:
 
 def watched(job: Trainer, folder: Path) -> None:
     """Note the documents and places that each step trains on here."""
-    feed = job.loader.load_step
+    feed = job.reader.read
 
     def step(place: int) -> Any:
         batches = feed(place)
@@ -109,7 +109,7 @@ def watched(job: Trainer, folder: Path) -> None:
             file.write(json.dumps([place, said]) + "\n")
         return batches
 
-    job.loader.load_step = step  # type: ignore[method-assign]
+    job.reader.read = step  # type: ignore[method-assign]
 
 
 def seen(folder: Path) -> dict[int, list[str]]:

@@ -1,6 +1,8 @@
 """What all ranks decide together: bad steps, replays, signals, and what must be the same."""
 
+import errno
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch_all
 from moefold.comm.world import World
 from moefold.config.load import load
+from moefold.data.config import DataError
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.run import Run
@@ -98,16 +101,40 @@ def signals(info: RankInfo, folder: str) -> Told:
         open_world(run, info, home / "out") as world,
         Trainer(run, home / "out", world=world) as job,
     ):
-        step = job.loader.load_step
+        step = job.reader.read
 
         def warned(place: int) -> Any:
             if place == 1 and info.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(place)
 
-        job.loader.load_step = warned  # type: ignore[method-assign]
-        text = error_of(job, Interrupted)
-        return {"text": text, "step": str(job.step_number)}
+        job.reader.read = warned  # type: ignore[method-assign]
+        told = {"text": error_of(job, Interrupted), "step": str(job.step_number)}
+        for place in (2, 0):  # read ahead, and as the first of a process
+            folder_of_run = home / f"unread-{place}"
+            with Trainer(run, folder_of_run, world=world) as unread:
+                if info.rank == 1:
+                    disk_that_fails(unread, place)
+                told[f"unread {place}"] = error_of(unread, DataError)
+            with Trainer(run, folder_of_run, world=world) as resumed:
+                told[f"resumed {place}"] = str(resumed.step_number)
+        return told
+
+
+def disk_that_fails(job: Trainer, place: int) -> None:
+    """Let this rank's reads of a place of the data's order fail as a broken disk's do."""
+    step = job.loader.load_step
+
+    def fail(*_: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def load_step(at: int) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if at == place:
+                patch.setattr(os, "pread", fail)
+            return step(at)
+
+    job.loader.load_step = load_step  # type: ignore[method-assign]
 
 
 def differing(info: RankInfo, folder: str) -> Told:
@@ -165,11 +192,16 @@ def test_a_bad_step_is_reported_by_all_with_the_documents_of_all(tmp_path: Path)
     assert told[0]["machine"] == told[1]["machine"]
 
 
-def test_a_signal_to_any_rank_ends_all_at_one_step(tmp_path: Path) -> None:
-    """Case 20."""
+def test_a_signal_or_a_failed_read_on_any_rank_ends_all_at_one_step(tmp_path: Path) -> None:
+    """Case 20. What fails is told by all ranks, and what was trained is saved."""
     told = on_two(signals, tmp_path)
     assert told[0]["step"] == told[1]["step"] == "2"
     assert "another rank was asked to stop; saved step 2" in told[0]["text"]
+    for place in (2, 0):
+        message = told[0][f"unread {place}"]
+        assert message == told[1][f"unread {place}"]
+        assert re.match(r"rank 1: .*\.bin: byte \d+ cannot be read: .*restore the file", message)
+        assert told[0][f"resumed {place}"] == told[1][f"resumed {place}"] == str(place)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,15 @@ ON_DISKS = "tests/gloo/test_checkpoint_local.py::"
 
 PLANTS = (
     Plant(
+        "read",
+        "only the rank whose read failed reports it",
+        "tests/gloo/test_faults_policies.py::"
+        "test_a_signal_or_a_failed_read_on_any_rank_ends_all_at_one_step",
+        "training/reading.py",
+        "if message is not None:",
+        "if message is not None and rank == self._world.rank:",
+    ),
+    Plant(
         "earlier",
         "a rank takes the ranks of an earlier start for those of its own",
         EARLIER,
