@@ -91,7 +91,7 @@ class Budget:
 
 def budget_of(run: Run, layout: Layout) -> Budget:
     """Count one step of the first rank of a layout, with as few layers as there are kinds."""
-    decoder, numbers = _one_of_each(run.decoder())
+    decoder, numbers = _one_of_each(run.decoder)
     ranks, rows = layout.split.smallest_world, run.data.seq
     launches, budget = Launches(), Budget()
     told = _even_routing(decoder, rows, layout.split.ep)
@@ -260,7 +260,7 @@ def main() -> None:
         return
     console = Console()
     if asked.roofline:
-        blocks = run.decoder().blocks
+        blocks = run.decoder.blocks
         if len(budget.layers) > 1:
             parser.error("--roofline takes a model whose layers are alike")
         once = _share_sent_once(blocks[-1].ffn, Layout(sizes=asked.layout).split.ep)

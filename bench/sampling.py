@@ -44,8 +44,8 @@ def main(words: Sequence[str]) -> int:
     given = asked.parse_args(words)
     torch.set_num_threads(given.threads)
     run = load_run("demo")
-    model = DecoderModel(run.decoder(), "fp32")
-    initialise(model, run.decoder(), 1)
+    model = DecoderModel(run.decoder, "fp32")
+    initialise(model, run.decoder, 1)
     peer = _peer(run)
     seconds: dict[str, list[float]] = {"kept": [], "whole": [], "transformers": []}
     for _ in range(given.rounds):
@@ -95,7 +95,7 @@ def _peer(run: Any) -> Any:
         return None
     shape = run.model.shape
     sizes = {
-        "vocab_size": run.decoder().vocab,
+        "vocab_size": run.decoder.vocab,
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,

@@ -5,6 +5,7 @@ identity; ``layout`` defines where and never the result; ``watch``, what is logg
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from moefold.model.families import folder
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import model_needs, qk_clip_violations, require_possible
+from moefold.spec.decoder import ModelNeeds, model_needs, qk_clip_violations, require_possible
 from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
 from moefold.spec.tuning import apply_tuning, tuning_violations
 from moefold.training.config import ADAPTER, Lora, Train
@@ -71,23 +72,22 @@ class Run(Record):
             yield from (violation.under("model") for violation in violations)
             if violations or any(self.model.rules()):
                 return
-            require_possible(self._base_decoder())
+            require_possible(self._base_decoder)
             if self.train.freeze or self.adapter or self.train.quantise:
-                yield from tuning_violations(self._base_decoder(), self.train.freeze, self.adapter)
-                yield from quantise_violations(self.decoder())
-                cuts = cut_violations(self.decoder(), self.layout, self.data.seq)
+                yield from tuning_violations(self._base_decoder, self.train.freeze, self.adapter)
+                yield from quantise_violations(self.decoder)
+                cuts = cut_violations(self.decoder, self.layout, self.data.seq)
                 yield from (violation.under("layout") for violation in cuts)
             if self.optim.qk_clip is not None:
-                clips = qk_clip_violations(self.decoder(), self.optim.qk_clip)
+                clips = qk_clip_violations(self.decoder, self.optim.qk_clip)
                 yield from (violation.under("optim") for violation in clips)
             if self.optim.group:
-                cuts = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
+                cuts = moment_violations(self.decoder, self.optim, self.layout, self.data.seq)
                 yield from (violation.under("layout") for violation in cuts)
             yield from self.train.violations(self)
             if self.layout.constrains_model and not any(self.layout.rules()):
-                model = model_needs(self.decoder(), self.data.seq)
                 rows = self.train.micro_batch
-                found = self.layout.violations(model, rows * self.data.seq)
+                found = self.layout.violations(self.needs, rows * self.data.seq)
                 yield from (broken.under("layout") for broken in found)
                 yield from self._step_violations()
         except DataError as error:
@@ -106,13 +106,20 @@ class Run(Record):
                 rule = f"{found.rule} (train.micro_batch is {train.micro_batch})"
                 yield Violation(path, batch, rule, found.nearest * train.micro_batch)
 
+    @cached_property
     def decoder(self) -> Decoder:
-        """Return the model's full description: vocabulary, frozen weights, adapters, formats."""
-        decoder = apply_tuning(self._base_decoder(), self.train.freeze, self.adapter)
+        """The model's full description: vocabulary, frozen weights, adapters, number formats."""
+        decoder = apply_tuning(self._base_decoder, self.train.freeze, self.adapter)
         return decoder.model_copy(update={"quantise": self.train.quantise})
 
+    @cached_property
+    def needs(self) -> ModelNeeds:
+        """What the model and the length of its sequences ask of a layout."""
+        return model_needs(self.decoder, self.data.seq)
+
+    @cached_property
     def _base_decoder(self) -> Decoder:
-        """Return the model's description without frozen weights, adapters or quantisation."""
+        """The model's description without frozen weights, adapters or quantisation."""
         return self.model.describe(self.data.vocab)  # type: ignore[attr-defined]
 
 
@@ -123,8 +130,7 @@ def require_fit(run: Run, world: int) -> None:
         RunError: if it does not, with every violation and the nearest legal values.
     """
     layout = run.layout
-    model = model_needs(run.decoder(), run.data.seq)
-    found = size_violations(layout.split, model, world, layout.order, layout.stages)
+    found = size_violations(layout.split, run.needs, world, layout.order, layout.stages)
     found += [broken.under("layout") for broken in layout.world_violations(world)]
     if found:
         ranks = f"{world} ranks" if world > 1 else "one rank (for more: --nproc N or a launcher)"

@@ -104,7 +104,7 @@ def cut(
     recipe: str, layers: int, first: int = 0, experts: int | None = None, vocab: int | None = None
 ) -> Decoder:
     """Return a recipe's model with fewer layers, from ``first`` on, and fewer experts or tokens."""
-    decoder = load_run(recipe).decoder()
+    decoder = load_run(recipe).decoder
     blocks = [
         fewer(block, experts) if experts is not None and isinstance(block.ffn, Moe) else block
         for block in decoder.blocks[first : first + layers]

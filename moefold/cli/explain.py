@@ -48,7 +48,6 @@ from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.planner.count import count
 from moefold.planner.notes import folder_notes, run_notes
 from moefold.run import IDENTITY, RECIPES, Run, load_run_with_origins
-from moefold.spec.decoder import model_needs
 from moefold.training import formatting
 
 FITTING_LAYOUT: dict[FieldPath, str] = {
@@ -156,7 +155,7 @@ def _graph_report(run: Run, world: int) -> dict[str, Any]:
     static = dict[str, list[float]]()
     for kind in ("partial", "step"):
         layout = run.layout.model_copy(update={"graphs": kind})
-        broken = layout.violations(model_needs(run.decoder(), run.data.seq))
+        broken = layout.violations(run.needs)
         refused[kind] = [v.rule for v in broken if v.path in (("graphs",), ("zero",))]
         with suppress(ValueError):  # the planner does not know the run
             if not refused[kind]:
@@ -224,7 +223,7 @@ def _add_values(
 def derived_values(loaded: LoadedRecord[Run]) -> dict[str, Any]:
     """Return figures derived from a run's values: sizes, FLOPs, tokens, learning rates."""
     run = loaded.record
-    decoder = run.decoder()
+    decoder = run.decoder
     train = run.train
     counts = count(decoder)
     seq = run.data.seq
@@ -324,7 +323,7 @@ class LayoutReport:
         sizes = run.layout.split
         if max(sizes.smallest_world, sizes.vpp) > MAX_RANKS:
             raise ValueError(f"layout {sizes.text!r}: must fit at most {MAX_RANKS:,} ranks")
-        model = model_needs(run.decoder(), run.data.seq)
+        model = run.needs
         count = sizes.pp * sizes.vpp
         violations = size_violations(sizes, model, world, layout.order, layout.stages)
         world = sizes.smallest_world if world is None else world

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     record = run.watch.survive
     launches = info is None and (nproc > 1 or record is not None)
     if launches:  # The server imports what ranks need while this process imports what it needs.
-        fork_server(RANK_MODULE, __name__, *modules_to_preload((run, run.decoder())))
+        fork_server(RANK_MODULE, __name__, *modules_to_preload((run, run.decoder)))
 
     imports = 0 if "torch" in sys.modules else IMPORT_BYTES
     require_address_space(imports + WORKING_BYTES, "the smallest run")

@@ -11,7 +11,7 @@ fields are checked by ``rules()``, which is called only when every field is lega
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -75,6 +75,13 @@ class Record(BaseModel):
     owner: ClassVar[str | type | None] = None
     preloads: ClassVar[tuple[str, ...]] = ()
     """Modules that take long to import and that each rank of a run with this record needs."""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other values, for which cached properties are computed anew."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
     def rules(self) -> Iterator[Violation]:
         """Yield violated constraints between this record's fields, with paths relative to it."""

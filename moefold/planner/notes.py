@@ -38,7 +38,7 @@ def folder_notes(run: Run) -> tuple[str, ...]:
 
 def step_notes(run: Run) -> tuple[str, ...]:
     """Return the notes that do not depend on the training data."""
-    decoder = run.decoder()
+    decoder = run.decoder
     seq = run.data.seq
     notes = list(_useless_recompute_notes(run, decoder))
     ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)

@@ -195,7 +195,7 @@ def _parse_run(
         notes = (*notes, f"train.loss: {run.train.loss.unplanned}")
     task = TrainingTask(
         name=run.name,
-        decoder=run.decoder(),
+        decoder=run.decoder,
         seq=run.data.seq,
         batch=batch or run.train.batch,
         cluster=cluster,

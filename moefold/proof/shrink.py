@@ -63,7 +63,7 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     """Return the shrunk subject of a run's proof, for which all of ``layouts`` are legal."""
     needs = SizeRequirements.of(layouts)
     rows = round_up(ROWS, needs.divisors.tp * 2 * needs.divisors.cp)
-    decoder = small_decoder(for_proof(run.decoder()), needs)
+    decoder = small_decoder(for_proof(run.decoder), needs)
     optim = small_optimizer(run.optim)
     # Use the first sizes of quantised blocks, and of groups of moments, that no layout cuts.
     quantise = decoder.quantise

@@ -25,7 +25,6 @@ from moefold.proof.pool import run_cases
 from moefold.proof.rounding_noise import RoundingNoise, measure_noise
 from moefold.proof.shrink import for_proof, shrink
 from moefold.run import Run
-from moefold.spec.decoder import model_needs
 from moefold.spec.layer import Shape, as_layer_spec
 from moefold.spec.quantised import cut_violations
 from moefold.training.machine import resolve_precision
@@ -120,13 +119,13 @@ def cases_of(
     """
     records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
     precision = resolve_precision(run.train.precision, torch.device("cpu")) if as_run else "fp64"
-    model = model_needs(run.decoder(), run.data.seq)
+    model = run.needs
     cases = []
     for record in records:
         ranks = max(2, record.split.smallest_world) if world is None else world
         broken = list(record.violations(model))
         broken = broken or size_violations(record.split, model, ranks, record.order, record.stages)
-        broken = broken or list(cut_violations(for_proof(run.decoder()), record, run.data.seq))
+        broken = broken or list(cut_violations(for_proof(run.decoder), record, run.data.seq))
         if broken:
             raise RunError(broken, source=f"layout {str(record.split)!r} on {ranks} ranks")
         subject = replace(

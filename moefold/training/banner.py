@@ -103,7 +103,7 @@ def state_bytes(job: Trainer) -> int:
 
 def _model(job: Trainer) -> Iterator[Row]:
     counts = job.counts
-    decoder = job.decoder
+    decoder = job.run.decoder
     active = counts.active_parameters
     model = job.run.model
     family = getattr(model, "family", type(model).__name__)
@@ -196,7 +196,7 @@ def _execution(job: Trainer) -> Iterator[Row]:
     choice = f"{job.precision.why}; measured: {job.precision.rates_text}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({choice})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
-        number = len(quantised_weight_names(job.decoder))
+        number = len(quantised_weight_names(job.run.decoder))
         wide = str(dtype).removeprefix("torch.")
         products = f"y, dx and dw in {quantise.kind}"
         if quantise.wgrad == "wide":
@@ -222,7 +222,7 @@ def _execution(job: Trainer) -> Iterator[Row]:
     yield "attention", "scaled_dot_product_attention within each document"
     for index, (kind, text) in enumerate(job.optimizer.describe().items()):
         yield "" if index else "optimizer", f"{kind}: {text}"
-    extra = newton_schulz_flops(job.decoder, job.run.optim)
+    extra = newton_schulz_flops(job.run.decoder, job.run.optim)
     if extra:
         step = tokens_per_step(job) * job.counts.flops_per_token(job.run.data.seq, causal=True)
         share = f"{100 * extra / step:.0f} % of the model's FLOP"
@@ -251,7 +251,7 @@ def _balance(job: Trainer) -> str:
     rates: dict[float, int] = {}
     model = job.model
     if job.world.folding.sizes.pp > 1:  # a rank has only some layers
-        model = DecoderModel(job.decoder, job.precision.precision, device="meta")
+        model = DecoderModel(job.run.decoder, job.precision.precision, device="meta")
     for _, mixture in model.moe_layers():
         for name, coefficient in mixture.terms.items():
             coefficients_by_term.setdefault(name, []).append(coefficient)
@@ -288,7 +288,7 @@ def _folder_unit(job: Trainer, coefficients: Sequence[float]) -> Iterator[str]:
     of_folder = isinstance(job.run.model, Folder) and job.run.model.balance is None
     if not of_folder or not coefficients:
         return
-    tops = [routing.top_k for routing in routings(job.decoder)]
+    tops = [routing.top_k for routing in routings(job.run.decoder)]
     theirs = coefficients[0] * max(tops)
     yield (
         f"in transformers the folder's coefficient {coefficients[0]:g} adds {theirs:g} in total "

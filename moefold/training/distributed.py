@@ -59,6 +59,16 @@ def open_world(run: Run, info: RankInfo, folder: Path) -> World:
     return World.open(folding, device, run.watch.time_out_s, folder / HANG_REPORTS_FOLDER)
 
 
+def single_rank(run: Run) -> World:
+    """Open the run's layout over this process alone.
+
+    Raises:
+        RunError: if the layout needs more ranks; names the nearest that does not.
+    """
+    require_fit(run, 1)
+    return World.single(torch.device(device_kind()))
+
+
 class RankZeroRunner:
     """Runs hooks on rank 0, and on all ranks the methods that the hooks call.
 

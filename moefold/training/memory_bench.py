@@ -70,7 +70,7 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
     planned_parts = [[parts for parts, _ in line] for line in planned]
     args = run, precision, case.num_micro_batches, planned_parts
     if world > 1:
-        fork_server(__name__, *modules_to_preload((run, run.decoder())))
+        fork_server(__name__, *modules_to_preload((run, run.decoder)))
     by_rank = launch(measure_rank, world, *args) if world > 1 else measure_rank(None, *args)
     compared: list[ActionBytes] = []
     for rank, measured in enumerate(by_rank):
@@ -113,7 +113,7 @@ def measure_rank(
         folding = Folding(run.layout.split, info.world_size, run.layout.order)
         ranks = World.open(folding, "cpu", run.watch.time_out_s)
     with ranks as world:
-        decoder = run.decoder()
+        decoder = run.decoder
         chunk = run.train.loss_chunk
         parts = build_parts(decoder, precision, run.layout, world)
         initialise(parts.model, decoder, run.seed, parts.shards)

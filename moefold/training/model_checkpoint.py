@@ -241,15 +241,13 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     return Tokenizer(**attributes, source="the checkpoint's tokenizer")
 
 
-def fill_initial_values(
-    run: Run, decoder: Decoder, state: ShardedState, will_be_replaced: bool
-) -> tuple[str, ...]:
+def fill_initial_values(run: Run, state: ShardedState, will_be_replaced: bool) -> tuple[str, ...]:
     """Fill a new run's weights; return a line for each tensor of its folder that is left out.
 
     With ``will_be_replaced`` no folder is read, as the values will be overwritten.
     """
     source = run.model
-    initial = initial_values(decoder, run.seed)
+    initial = initial_values(run.decoder, run.seed)
     if will_be_replaced or not isinstance(source, Folder):
         state.fill(initial)
         return ()

@@ -72,7 +72,7 @@ def check_same_run(
     ):
         changes.append("data: the tokens or the tokenizer differ from the checkpoint's")
     model = check(Decoder, meta.get("decoder")).record
-    if not changes and model not in (None, without_tuning(run.decoder())):
+    if not changes and model not in (None, without_tuning(run.decoder)):
         changes.append("model: its description (config.json or code) differs from the checkpoint's")
     if changes:
         raise ValueError(

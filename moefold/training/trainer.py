@@ -5,7 +5,7 @@ Everything outside the step is a hook; the trainer knows no hook by name.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -37,9 +37,9 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import incremental_logits
 from moefold.planner.count import count
 from moefold.planner.notes import run_notes
-from moefold.run import Run, require_fit
+from moefold.run import Run
 from moefold.training.continuation import continue_steps, open_loader
-from moefold.training.distributed import RankZeroRunner, device_kind, on_all_ranks, stop_on_signals
+from moefold.training.distributed import RankZeroRunner, on_all_ranks, single_rank, stop_on_signals
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.figures import StepFigures, routing_health
 from moefold.training.hooks.base import HOOKS, Figures, Hook, call_hooks, hook_states, stop_hooks
@@ -117,9 +117,9 @@ class Trainer:
         scratch: Path | None = None,
         is_fork: bool = False,
     ) -> None:
-        self.world = world = world or World.single(torch.device(device_kind()))
-        self.device = world.device
-        require_fit(run, world.size)
+        self.world = world or single_rank(run)
+        self.device = self.world.device
+        self.run = run
         self.folder = Path(folder)
         self.hooks = tuple(hooks)
         self.memory = memory
@@ -137,57 +137,82 @@ class Trainer:
         # Reasons to stop: requested on this rank, and agreed by all ranks.
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
-        self.rank_zero = RankZeroRunner(world, self)
-        self.plugins = plugin_digests(run)
-        configure_matmuls(run, self.device)
+        self.rank_zero = RankZeroRunner(self.world, self)
         self.lock = FolderLock(self.folder, run.name)
-        run_on_first(partial(require_not_checkpoint, self.folder), world.on_host)
-        claim = partial(require_writable, self.folder) if scratch else self.lock.acquire
-        run_on_first(claim, world.on_host)
+        self._claim_folder(is_dry=scratch is not None)
         try:
-            with explaining_oom(run, world):
-                self.precision = choice = PrecisionChoice.choose(run, self.folder, world, memory)
-                run = choice.apply_to(run)
-                if scratch is None:  # a dry run allocates no tensors
-                    require_host_memory(run, world)
-                self.run = run = resolve_recompute(run, world)
-                cache = cache or self.folder.parent / ".prepared"
-                prepared = lru_cache(partial(prepare, run.data, cache, on_progress, scratch))
-                run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
-                self.tokenizer = prepared().tokenizer
-                self.loader = open_loader(run, prepared(), world)
-                self.reader = StepReader(self.loader, world)
-                check_ranks_agree(run, self.plugins, self.loader.fingerprint(), world)
-                self.decoder = run.decoder()
-                parts = build_parts(self.decoder, choice.precision, run.layout, world, "meta")
-                with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
-                    self.state = ShardedState(parts, has_values=scratch is None)
-                    self.optimizer = self.state.optimizer(run.optim)
-                self.parts = self.state.parts
-                self.model = self.state.parts.model
-                self.executor = step_executor(self.state, run.train.routing)
-                self.counts = count(self.decoder)
-                self.utilisation = Utilisation(choice.machine, self.model.recipe.dtype, world)
-                self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
-                run_id = run_digest(run, self.plugins, self.loader.fingerprint(), world.size)
-                state_id = signature(self.state, self.optimizer)
-                record = run.watch.checkpoint.local
-                self.local = record and LocalCopies(record, self.folder, run_id, state_id, world)
-                lines = run_notes(run)
-                if not (restored := self._restore_copies()):
-                    lines = (*lines, *fill_initial_values(run, self.decoder, self.state, is_fork))
-                for line in lines if self.rank_zero.is_leader and not self.recovered else ():
-                    _log.warning("%s", line)
-                if not restored:
-                    self.resumed_from = self._resume()
-                self.progress, lines = continue_steps(self.progress, run, self.loader)
-                for line in lines if self.rank_zero.is_leader else ():
-                    _log.warning("%s", line)
-                if scratch is None:
-                    self.saver.allocate_copies(partial(assigned_state, self.state, self.optimizer))
+            with explaining_oom(run, self.world):
+                self._open_data(cache or self.folder.parent / ".prepared", on_progress, scratch)
+                self._build_parts(is_dry=scratch is not None)
+                self._restore(is_dry=scratch is not None)
         except BaseException:
             self.lock.release()  # held by rank 0 only
             raise
+
+    def _claim_folder(self, is_dry: bool) -> None:
+        """Lock the run's folder on rank 0; a dry run only checks that it could be written."""
+        run_on_first(partial(require_not_checkpoint, self.folder), self.world.on_host)
+        claim = partial(require_writable, self.folder) if is_dry else self.lock.acquire
+        run_on_first(claim, self.world.on_host)
+
+    def _open_data(self, cache: Path, on_progress: OnProgress | None, scratch: Path | None) -> None:
+        """Choose what the run leaves open, and open its data, alike on all ranks."""
+        world = self.world
+        self.plugins = plugin_digests(self.run)
+        configure_matmuls(self.run, self.device)
+        self.precision = PrecisionChoice.choose(self.run, self.folder, world, self.memory)
+        run = self.precision.apply_to(self.run)
+        if scratch is None:  # a dry run allocates no tensors
+            require_host_memory(run, world)
+        self.run = run = resolve_recompute(run, world)
+        prepared = lru_cache(partial(prepare, run.data, cache, on_progress, scratch))
+        run_on_first(lambda: bool(prepared()), world.on_host)  # others open them later
+        self.tokenizer = prepared().tokenizer
+        self.loader = open_loader(run, prepared(), world)
+        self.reader = StepReader(self.loader, world)
+        check_ranks_agree(run, self.plugins, self.loader.fingerprint(), world)
+
+    def _build_parts(self, is_dry: bool) -> None:
+        """Build model, optimizer, executor and what saves them; in a dry run without memory."""
+        run = self.run
+        world = self.world
+        parts = build_parts(run.decoder, self.precision.precision, run.layout, world, "meta")
+        with FakeTensorMode(allow_non_fake_inputs=True) if is_dry else nullcontext():
+            self.state = ShardedState(parts, has_values=not is_dry)
+            self.optimizer = self.state.optimizer(run.optim)
+        self.parts = self.state.parts
+        self.model = self.parts.model
+        self.executor = step_executor(self.state, run.train.routing)
+        self.counts = count(run.decoder)
+        self.utilisation = Utilisation(self.precision.machine, self.model.recipe.dtype, world)
+        record = run.watch.checkpoint
+        self.saver = Saver(self.folder, record, self.lock, world)
+        run_id = run_digest(run, self.plugins, self.loader.fingerprint(), world.size)
+        state_id = signature(self.state, self.optimizer)
+        self.local = record.local and LocalCopies(
+            record.local, self.folder, run_id, state_id, world
+        )
+
+    def _restore(self, is_dry: bool) -> None:
+        """Fill the state: from copies or a checkpoint of this run, else with initial values."""
+        run = self.run
+        notes = run_notes(run)
+        restored = self._restore_copies()
+        if not restored:
+            notes = (*notes, *fill_initial_values(run, self.state, self._is_fork))
+        if not self.recovered:
+            self._warn(notes)
+        if not restored:
+            self.resumed_from = self._resume()
+        self.progress, notes = continue_steps(self.progress, run, self.loader)
+        self._warn(notes)
+        if not is_dry:
+            self.saver.allocate_copies(partial(assigned_state, self.state, self.optimizer))
+
+    def _warn(self, notes: Iterable[str]) -> None:
+        """Write notes to the log, on rank 0."""
+        for note in notes if self.rank_zero.is_leader else ():
+            _log.warning("%s", note)
 
     def _restore_copies(self) -> bool:
         """Resume from memory or local disk copies if complete and newest; return whether it did."""
@@ -378,7 +403,7 @@ class Trainer:
         """Return to the newest checkpoint, or the start; exclude the batch ``index``."""
         before = self.progress
         if self._resume() is None:
-            fill_initial_values(self.run, self.decoder, self.state, self._is_fork)
+            fill_initial_values(self.run, self.state, self._is_fork)
             self.optimizer = self.state.optimizer(self.run.optim)
             self.progress = Progress(rate=before.rate)
             self.hook_states = {}
@@ -448,7 +473,7 @@ class Trainer:
             "format": 1,
             "run": to_dict(self.run),
             "precision": dict(self.precision.initial),
-            **describe_model(self.decoder, self.tokenizer),
+            **describe_model(self.run.decoder, self.tokenizer),
             "parts": self.plugins,
             "data": self.loader.fingerprint(),
             "progress": self.progress.to_dict(),

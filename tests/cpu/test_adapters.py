@@ -228,7 +228,7 @@ def test_an_adapter_of_a_kind_that_is_no_lora_is_refused(
     with pytest.raises(RunError, match=r"Apart must inherit from .*Lora"):
         load(Run, raw_run(tmp_path, adapter={"kind": "apart"}))
     halved = load(Run, raw_run(tmp_path, adapter={"kind": "halved", "rank": 6})).record
-    assert {a.rank for block in halved.decoder().blocks for a in block.adapters} == {3}
+    assert {a.rank for block in halved.decoder.blocks for a in block.adapters} == {3}
 
 
 def test_a_run_trains_its_adapters_alone(tmp_path: Path) -> None:
@@ -275,12 +275,12 @@ def test_a_lora_run_of_qwen3_30b_fits_one_device_of_80_gb() -> None:
     )
     task, layout = task_from_run(run, parse_cluster("h100x1"))
     memory = fullest_rank(task.case(layout))
-    weights = list(model_weights(run.decoder()))
+    weights = list(model_weights(run.decoder))
     trained = sum(w.elements for w in weights if not w.frozen)
     fixed = sum(w.elements * (2 if w.reads_compute_dtype else 4) for w in weights if w.frozen)
     assert memory.state.weights == fixed + 2 * trained
     assert memory.state.master == 4 * trained and memory.state.moments == 8 * trained
     assert memory.total < 80e9
-    total = count(run.decoder())
+    total = count(run.decoder)
     assert total.parameters == sum(w.elements for w in weights)
-    assert total.flops([16]) < 0.7 * count(without_tuning(run.decoder())).flops([16])
+    assert total.flops([16]) < 0.7 * count(without_tuning(run.decoder)).flops([16])

@@ -283,9 +283,7 @@ def test_balancing_is_said_of_all_layers_where_a_rank_has_some(tmp_path: Path) -
     with job_of(tmp_path) as job:
         sizes = SimpleNamespace(folding=SimpleNamespace(sizes=SimpleNamespace(pp=2)))
         held = SimpleNamespace(moe_layers=lambda: list(job.model.moe_layers())[:1])
-        part: Any = SimpleNamespace(
-            model=held, world=sizes, decoder=job.decoder, precision=job.precision, run=job.run
-        )
+        part: Any = SimpleNamespace(model=held, world=sizes, precision=job.precision, run=job.run)
         assert banner._balance(part) == dict(banner.banner_rows(job))["balance"]
 
 

@@ -79,7 +79,7 @@ def test_the_dispatcher_changes_nothing(tmp_path: Path) -> None:
 def test_the_router_spreads_tokens(tmp_path: Path) -> None:
     """Of rows that all like the same experts it sends some elsewhere; its terms count."""
     run = moefold.load_run(written(tmp_path, "centred.py"))
-    ffn: Any = run.decoder().blocks[0].ffn
+    ffn: Any = run.decoder.blocks[0].ffn
     assert ffn.kind == "moe" and ffn.router.experts == 4 and ffn.router.kind == "centred"
     with moefold.open(run, tmp_path / "open") as job:
         router = next(mixture for _, mixture in job.model.moe_layers()).router
@@ -101,8 +101,8 @@ def test_the_router_spreads_tokens(tmp_path: Path) -> None:
 
 def test_the_family_has_what_it_adds(tmp_path: Path) -> None:
     """A shared expert in each layer, and all else as in the family that it inherits from."""
-    blocks = moefold.load_run(written(tmp_path, "shared_qwen.py")).decoder().blocks
-    plain = moefold.load_run("tiny").decoder().blocks
+    blocks = moefold.load_run(written(tmp_path, "shared_qwen.py")).decoder.blocks
+    plain = moefold.load_run("tiny").decoder.blocks
     for block, other in zip(blocks, plain, strict=True):
         ffn: Any = block.ffn
         assert ffn.shared.width == ffn.width == 32
@@ -143,12 +143,12 @@ def test_a_folder_of_an_own_family_is_trained_imported_and_grown(
         assert json.loads(capsys.readouterr().out)["family"] == "own_moe"
         forget()
     run = moefold.load_run(hub, [f"uses=[{part}]"])
-    assert run.decoder().blocks == decoder.blocks
+    assert run.decoder.blocks == decoder.blocks
 
 
 def test_the_attention_is_what_its_record_describes(tmp_path: Path) -> None:
     """Names and shapes of its weights, and the bytes that it keeps, whatever is recomputed."""
-    decoder = moefold.load_run(written(tmp_path, "gated_attention.py")).decoder()
+    decoder = moefold.load_run(written(tmp_path, "gated_attention.py")).decoder
     model = DecoderModel(decoder, device="meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes == {weight.name: weight.shape for weight in model_weights(decoder)}

@@ -159,7 +159,7 @@ def test_b77_scores_are_stored_once_and_read_by_each_step(tmp_path: Path) -> Non
         }
     }
     with Trainer(load(Run, raw).record, tmp_path / "base") as job:
-        vocab = job.run.decoder().vocab
+        vocab = job.run.decoder.vocab
         job.save()
     api.export(tmp_path / "base", hub := tmp_path / "hub")
     loss = {"kind": "distill", "teacher": str(hub), "temperature": 2.0}

@@ -355,3 +355,14 @@ def test_what_is_switched_off_is_null(said: str) -> None:
         load_run("tiny", [f"watch.evaluate={said}"])
     (item,) = caught.value.violations
     assert item.nearest is None
+
+
+def test_what_is_computed_from_a_run_is_computed_anew_for_a_copy() -> None:
+    run = load_run("tiny")
+    assert run.decoder is run.decoder, "derived once"
+    assert run.needs.heads
+    before = run.decoder.quantise
+    other = run.model_copy(update={"train": load_run("tiny", ["train.quantise=mxfp8"]).train})
+    assert other.decoder.quantise is not None and run.decoder.quantise is before is None
+    longer = run.model_copy(update={"data": run.data.model_copy(update={"seq": 2 * run.data.seq})})
+    assert longer.needs != run.needs

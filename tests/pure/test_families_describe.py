@@ -235,7 +235,7 @@ def test_a_run_file_may_leave_the_family_out_where_it_says_from(tmp_path: Path) 
     (name / "config.json").write_text(json.dumps(config))
     run = load_run("tiny", [f"model={{from: '{name}', balance: [{{kind: z}}]}}"])
     assert isinstance(run.model, folder.Folder)
-    decoder = run.decoder()
+    decoder = run.decoder
     assert decoder.vocab == 600
     moe = decoder.blocks[0].ffn
     assert isinstance(moe, Moe)

@@ -279,7 +279,7 @@ def test_a_model_that_moves_under_a_layout(layout: dict[str, Any]) -> None:
 def test_models_from_recipes_state_needs() -> None:
     """Both kinds of attention, dense and shared widths of a published shape."""
     run = load_run("deepseek_v3")
-    model: ModelNeeds = model_needs(run.decoder(), 4096)
+    model: ModelNeeds = model_needs(run.decoder, 4096)
     assert {("tp", 128), ("ep", 256), ("etp", 2048), ("tp", 18432), ("tp", 2048)} <= {
         need[:2] for need in model.units
     }

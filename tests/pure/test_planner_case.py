@@ -21,7 +21,7 @@ from moefold.spec.layer import recomputed_modules
 from tests.planning import laid
 from tests.schedule_checker import peak_in_flight
 
-DECODER = with_multi_token(load_run("deepseek_v3").decoder(), [MultiToken()])
+DECODER = with_multi_token(load_run("deepseek_v3").decoder, [MultiToken()])
 SCHEDULE = Interleaved()
 PUBLISHED = laid(
     sizes="pp4 vpp4 ep64", stages="Et*4|(tttt|)*14tmL", schedule=SCHEDULE, dispatch="hybrid_ep"

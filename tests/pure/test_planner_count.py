@@ -136,7 +136,7 @@ def test_published_sizes_give_the_published_totals(name: str) -> None:
 
 @pytest.mark.parametrize(("recipe", "name"), RECIPES.items())
 def test_recipes_have_the_published_sizes(recipe: str, name: str) -> None:
-    ours, theirs = load_run(recipe).decoder(), decoder(name)
+    ours, theirs = load_run(recipe).decoder, decoder(name)
     assert count(ours).parameters == MODELS[name]["hf_params_exact"]["total"]
     assert count(ours) == count(theirs)
 

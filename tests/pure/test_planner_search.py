@@ -280,7 +280,7 @@ def test_a_run_is_a_task() -> None:
     task, given = task_from_run(run, parse_cluster("h100x8"), batch=512)
     case = task.case(given)
     assert (case.batch, case.seq, case.micro_batch) == (512, run.data.seq, run.train.micro_batch)
-    assert case.decoder == run.decoder() and case.software.stack == "moefold"
+    assert case.decoder == run.decoder and case.software.stack == "moefold"
     assert case.layout is run.layout and case.recompute == frozenset()
 
 

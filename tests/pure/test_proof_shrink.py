@@ -40,10 +40,10 @@ def run_of(name: str) -> Run:
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_a_recipe_keeps_its_kinds_and_fits_the_layout(name: str, sizes: str) -> None:
     run, layout = run_of(name), Layout(sizes=sizes)
-    if list(layout.violations(model_needs(run.decoder(), run.data.seq))):
+    if list(layout.violations(run.needs)):
         pytest.skip("not legal for the recipe itself")
     subject = shrink(run, [layout])
-    small, large = subject.decoder, run.decoder()
+    small, large = subject.decoder, run.decoder
     assert not list(layout.violations(model_needs(small, subject.rows)))
     assert {kind(block) for block in small.blocks} == {kind(block) for block in large.blocks}
     firsts = [kind(block) for block in small.blocks]
@@ -62,7 +62,7 @@ def test_several_layouts_share_one_model() -> None:
 
 def test_stages_that_a_layout_names_keep_their_layers() -> None:
     run = run_of("demo")
-    assert len(run.decoder().blocks) == 4
+    assert len(run.decoder.blocks) == 4
     named = Layout(sizes="pp2", stages="Et|tttL")
     assert len(shrink(run, [named]).decoder.blocks) == 4
 

@@ -16,8 +16,8 @@ def run_of(*overrides: str) -> Run:
 
 def test_b52_products_of_blocks_are_narrow_and_nothing_else() -> None:
     """By the layers' descriptions. Plants: a narrow router, a narrow head."""
-    assert quantised_weight_names(run_of().decoder()) == {}
-    decoder = run_of("train.quantise=nvfp4").decoder()
+    assert quantised_weight_names(run_of().decoder) == {}
+    decoder = run_of("train.quantise=nvfp4").decoder
     names = quantised_weight_names(decoder)
     wide = [w for w in model_weights(decoder) if w.name not in names]
     assert all(name.startswith("layers.") for name in names)
@@ -29,10 +29,10 @@ def test_b52_products_of_blocks_are_narrow_and_nothing_else() -> None:
 
 def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
     """And the numbers of the others stay."""
-    every = quantised_weight_names(run_of("train.quantise=mxfp8").decoder())
-    blocks = len(run_of().decoder().blocks)
+    every = quantised_weight_names(run_of("train.quantise=mxfp8").decoder)
+    blocks = len(run_of().decoder.blocks)
     some = quantised_weight_names(
-        run_of("train.quantise={kind: mxfp8, keep_first: 1, keep: ['*.attention.*']}").decoder()
+        run_of("train.quantise={kind: mxfp8, keep_first: 1, keep: ['*.attention.*']}").decoder
     )
     expected = {
         name: number

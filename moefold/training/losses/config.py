@@ -35,7 +35,7 @@ class LossRecord(Record):
         if run.layout.graphs == "step" and not isinstance(self, CrossEntropy):
             rule = "cannot be step: train.loss needs computations outside the step's CUDA graph"
             yield Violation(("layout", "graphs"), "step", rule, "partial")
-        if not isinstance(self, CrossEntropy) and run.decoder().multi_token:
+        if not isinstance(self, CrossEntropy) and run.decoder.multi_token:
             rule = "cannot be combined with multi-token prediction; set model.multi_token to []"
             yield Violation(("train", "loss"), self, rule, {"kind": "cross_entropy"})
         for part in ("train", "valid"):
@@ -108,7 +108,7 @@ class Distill(LossRecord):
             rule = f"must be a Hugging Face folder that can be read: {error}"
             yield Violation(path, self.teacher, rule)
             return
-        vocab = run.decoder().vocab
+        vocab = run.decoder.vocab
         if teacher.vocab != vocab:
             rule = f"must have the model's vocabulary of {vocab} tokens, but has {teacher.vocab}"
             yield Violation(path, self.teacher, rule)
