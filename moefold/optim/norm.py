@@ -50,10 +50,9 @@ def clip_scale(norm: float, limit: float | None) -> float:
     return 1.0 if limit is None or norm <= limit else limit / norm
 
 
-def read_scalars(*scalars: Tensor) -> tuple[float, ...]:
-    """Return 0-dim tensors on one device as Python floats, in one transfer."""
-    wide = widest_dtype(scalars[0].device)
-    return tuple(torch.stack([scalar.detach().to(wide) for scalar in scalars]).tolist())
+def read_scalars(values: Tensor) -> list[float]:
+    """Return a tensor's values as Python floats; the host waits for the device, once."""
+    return values.detach().reshape(-1).to(widest_dtype(values.device)).tolist()
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -73,7 +73,7 @@ def sufficient_settings(parts: ModelParts, missing: Tensor) -> SufficientSetting
     assert isinstance(dispatch, FixedShape)
     with parts.world.recorder.module("room"):
         most = max_(missing.clone(), parts.world.group("world"))
-        rows, *thousandths = map(round, read_scalars(*most.reshape(-1).unbind()))
+        rows, *thousandths = map(round, read_scalars(most.reshape(-1)))
     load = 0.0
     if offload is not None and offload.pages is not None and any(thousandths):
         load = ceil(offload.pages.load * (1000 + thousandths[0])) / 1000

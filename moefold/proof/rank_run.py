@@ -167,7 +167,9 @@ class RankRun:
         self.state = ShardedState(self.parts)
         self.parts = self.state.parts
         self.optimizer: Optimizer = self.state.optimizer(case.subject.optim)
-        self.objective: Objective = build(case.subject.loss).for_proof(self.parts, case.subject)
+        self.objective: Objective = build(case.subject.loss).for_proof(
+            self.parts, case.subject.decoder, case.subject.seed
+        )
         self.result = RankResult()
 
     def run(self, fault: InjectedFault | None) -> RankResult:

@@ -76,7 +76,7 @@ def evaluate(
         figures[-1] = (missing > 0).any()
     with parts.world.recorder.module("evaluation"):
         sum_(figures, parts.world.group("world"))
-    *totals, units, n_bytes, short = read_scalars(*figures.unbind())
+    *totals, units, n_bytes, short = read_scalars(figures)
     if missing is not None and short > 0:
         raise overflow_error(parts, sufficient_settings(parts, missing))
     return totals, round(units), n_bytes

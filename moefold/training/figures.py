@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -85,19 +85,44 @@ def reduce_figures(
 
     ``extra_names`` names the further figures of the loss, then the loss of each further token.
     """
-    means = 1 + len(extra_names)
-    sizes = len(totals.counts)
-    mixtures = dict(parts.model.moe_layers())
-    names = list(parts.term_layers)
-    values = norm_squared.new_zeros(2 + means + len(names) + (missing is not None))
-    values[0] = norm_squared
-    values[-1].fill_(stop)  # an assignment would wait for the device
+    losses = norm_squared.new_zeros(1 + len(extra_names))
+    if result.losses:  # of the last stage alone
+        losses = torch.stack(result.losses).sum(0).reshape(-1)
+    local = {
+        "norm_squared": norm_squared.reshape(1),
+        "losses": losses,
+        "terms": _router_terms(parts, result, totals, norm_squared),
+        "stop": norm_squared.new_full((1,), stop),
+    }
     if missing is not None:
-        values[-2] = (missing > 0).any()
-    if result.losses:
-        values[1 : 1 + means] = torch.stack(result.losses).sum(0)
+        local["overflow"] = (missing > 0).any().reshape(1)
+    summed = sum_(_pack(local, norm_squared.dtype), parts.world.group("world"))
+    values = _unpack(summed, local, totals.counts)
+
+    units, *labels, tokens = values["counts"]
+    # The loss and its figures are means over units, then each further token's over its labels.
+    denominators = [units] * (len(losses) - len(labels)) + labels
+    means = [total / max(n, 1) for total, n in zip(values["losses"], denominators, strict=True)]
+    (squared,) = values["norm_squared"]
+    (stops,) = values["stop"]
+    figures = StepFigures(
+        lm_loss=means[0],
+        grad_norm=math.sqrt(squared) if squared >= 0 else squared,
+        router_terms=dict(zip(parts.term_layers, values["terms"], strict=True)),
+        tokens=round(tokens),
+        stop=stops > 0,
+        extra_figures=dict(zip(extra_names, means[1:], strict=True)),
+    )
+    has_overflow = sum(values.get("overflow", [])) > 0
+    return figures, missing if has_overflow else None
+
+
+def _router_terms(parts: ModelParts, result: StepResult, totals: Totals, like: Tensor) -> Tensor:
+    """Return this rank's share of each balancing term, averaged over the layers that have it."""
+    mixtures = dict(parts.model.moe_layers())
     fraction_M = totals.factors.fraction_M.unbind()
-    for index, name in enumerate(names, 1 + means):
+    shares = like.new_zeros(len(parts.term_layers))
+    for index, (name, layers) in enumerate(parts.term_layers.items()):
         weighted_terms = [
             (terms_N[list(mixtures[layer].terms).index(name)], fraction_M[micro])
             for micro, layer, terms_N in result.terms
@@ -105,19 +130,22 @@ def reduce_figures(
         ]
         if weighted_terms:
             terms, fractions = (torch.stack(part) for part in zip(*weighted_terms, strict=True))
-            values[index] = (terms * fractions).sum() / parts.term_layers[name]
-    summed = sum_(values, parts.world.group("world"))
-    scalars = read_scalars(*summed.unbind(), *totals.counts.unbind())
-    squared, *sums, stops = scalars[:-sizes]
-    units, *labels, tokens = scalars[-sizes:]
-    denominators = [units] * (means - len(labels)) + labels
-    loss, *extra = (s / max(n, 1) for s, n in zip(sums[:means], denominators, strict=True))
-    terms = sums[means:]
-    norm = math.sqrt(squared) if squared >= 0 else squared
-    by_name = dict(zip(names, terms, strict=False))  # The overflow flag comes last.
-    extra_figures = dict(zip(extra_names, extra, strict=True))
-    figures = StepFigures(loss, norm, by_name, round(tokens), stops > 0, extra_figures)
-    return figures, missing if missing is not None and terms[-1] > 0 else None
+            shares[index] = (terms * fractions).sum() / layers
+    return shares
+
+
+def _pack(vectors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return vectors as one, for one exchange."""
+    return torch.cat([vector.to(dtype) for vector in vectors.values()])
+
+
+def _unpack(
+    packed: Tensor, vectors: Mapping[str, Tensor], counts: Tensor
+) -> dict[str, list[float]]:
+    """Read what ``_pack`` made of ``vectors``, and further ``counts``, by name in one transfer."""
+    everything = {**vectors, "counts": counts}
+    values = iter(read_scalars(torch.cat([packed, counts.to(packed.dtype)])))
+    return {name: list(islice(values, len(vector))) for name, vector in everything.items()}
 
 
 def routing_health(parts: ModelParts) -> list[dict[str, Any]]:

@@ -277,6 +277,11 @@ class Trainer:
         return {} if self.memory is None else self.memory.recovered
 
     @property
+    def continues(self) -> bool:
+        """Whether the run resumed from its own state, and did not begin here or as a fork."""
+        return self.resumed_from is not None or bool(self.recovered)
+
+    @property
     def step_number(self) -> int:
         """Optimizer steps done since the start of the run."""
         return self.progress.step

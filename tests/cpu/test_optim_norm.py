@@ -94,10 +94,7 @@ def test_a_norm_that_is_not_finite_gives_no_factor(norm: float) -> None:
 
 def test_scalars_come_in_order_and_exact() -> None:
     """Whatever their type; no gradient is needed."""
-    loss = torch.tensor(1 / 3, requires_grad=True)
-    count = torch.tensor(2**40 + 1)
-    assert read_scalars(loss * 1, count, torch.tensor(0.1, dtype=torch.float64)) == (
-        loss.item(),
-        float(2**40 + 1),
-        0.1,
-    )
+    loss = torch.tensor([1 / 3, 2.0], requires_grad=True)
+    assert read_scalars(loss * 1) == loss.tolist()
+    assert read_scalars(torch.tensor([2**40 + 1, 3])) == [float(2**40 + 1), 3.0]
+    assert read_scalars(torch.tensor(0.1, dtype=torch.float64)) == [0.1]

@@ -5,17 +5,44 @@ T rows of this rank, P rows of the tensor group, D hidden, F figures reported be
 
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
+from moefold.data.loader import Loader
+from moefold.data.tokenizer import Tokenizer
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.loss import loss_and_gradients, summed_loss
+from moefold.model.config import Decoder
 from moefold.parallel.apply import ModelParts
+from moefold.run import Run
+
+
+class OpenRun(Protocol):
+    """The part of the trainer that a loss may use to set itself up; the same on all ranks."""
+
+    run: Run
+    folder: Path
+    world: World
+    parts: ModelParts
+    loader: Loader
+    tokenizer: Tokenizer
+
+    @property
+    def step_number(self) -> int:
+        """Optimizer steps done since the start of the run."""
+        ...
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run resumed from its own state, and did not begin here or as a fork."""
+        ...
 
 
 class Objective:
@@ -34,12 +61,18 @@ class Objective:
     def __init__(self, record: Record | None = None) -> None:
         self.record: Any = record
 
-    def setup(self, job: Any) -> Self:
+    def setup(self, job: OpenRun) -> Self:
         """Load what the loss needs besides a trainer's model, on all ranks; return the loss."""
         return self
 
-    def for_proof(self, parts: ModelParts, subject: Any) -> "Objective":
-        """Return the loss for a layout proof, which has a small model and no files."""
+    def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> "Objective":
+        """Return the loss for a layout proof, which has a small model and no files.
+
+        Args:
+            parts: the model's parts on this rank.
+            decoder: the model's description.
+            seed: from which its weights were drawn.
+        """
         return self
 
     def units(self, batch: MicroBatch) -> int:

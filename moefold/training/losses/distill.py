@@ -34,12 +34,13 @@ from moefold.layers.divergence import (
     top_probabilities,
 )
 from moefold.layers.flow import Flow
+from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.parallel.apply import ModelParts, build_flow, build_parts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import forward, score, unsharded_head
 from moefold.spec.tuning import freeze, without_tuning
-from moefold.training.losses.base import Objective, segment_digests
+from moefold.training.losses.base import Objective, OpenRun, segment_digests
 from moefold.training.losses.config import Distill
 from moefold.training.model_checkpoint import fill_from_folder
 
@@ -60,7 +61,7 @@ class Distillation(Objective):
     teacher: ModelParts
     """The teacher's parts on this rank."""
 
-    def setup(self, job: Any) -> Self:
+    def setup(self, job: OpenRun) -> Self:
         """Load the teacher; raises ``DataError`` if its tokenizer differs from the run's."""
         record = self.record
         folder = Path(self.record.teacher)
@@ -76,7 +77,7 @@ class Distillation(Objective):
         config = record.read_config()
         layout = record.layout(job.run.layout)
         decoder = freeze(without_tuning(config.decoder), ("*",))
-        precision = job.precision.precision
+        precision = job.parts.model.recipe.precision
         state = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
             fill_from_folder(imported, state)
@@ -85,11 +86,11 @@ class Distillation(Objective):
         self.teacher = state.parts
         return self
 
-    def for_proof(self, parts: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
-        decoder = freeze(without_tuning(subject.decoder), ("*",))
-        teacher = build_parts(decoder, parts.model.recipe.precision, parts.layout, parts.world)
-        initialise(teacher.model, decoder, subject.seed + 1, teacher.shards)
+        frozen = freeze(without_tuning(decoder), ("*",))
+        teacher = build_parts(frozen, parts.model.recipe.precision, parts.layout, parts.world)
+        initialise(teacher.model, frozen, seed + 1, teacher.shards)
         self.teacher = ShardedState(teacher).parts
         return self
 
@@ -126,7 +127,7 @@ class TopKDistillation(Distillation):
     _folder: Path | None = None
     """Folder with the probabilities; None: the teacher runs in each step."""
 
-    def setup(self, job: Any) -> Self:
+    def setup(self, job: OpenRun) -> Self:
         """Open the stored probabilities; if missing, let the teacher score all training data.
 
         Raises:
@@ -153,10 +154,10 @@ class TopKDistillation(Distillation):
         self._files: dict[int, np.ndarray] = {}
         return self
 
-    def for_proof(self, parts: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> Objective:
         """Return the loss with a teacher that runs in each step, and K for a small vocabulary."""
-        self.record = self.record.model_copy(update={"top_k": max(2, subject.decoder.vocab // 8)})
-        return super().for_proof(parts, subject)
+        self.record = self.record.model_copy(update={"top_k": max(2, decoder.vocab // 8)})
+        return super().for_proof(parts, decoder, seed)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
@@ -186,7 +187,7 @@ class TopKDistillation(Distillation):
         score_fn = partial(top_probabilities, k=k, temperature=temperature)
         return score(self.teacher, flow, score_fn, chunk)
 
-    def _score_training_data(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
+    def _score_training_data(self, job: OpenRun, folder: Path) -> dict[str, tuple[int, int]]:
         """Write one file per data rank; return the file and the first row of each segment."""
         segment_starts: dict[str, tuple[int, int]] = {}
         coords = job.world.attention
@@ -236,7 +237,7 @@ class TopKDistillation(Distillation):
         return probs_TW
 
 
-def _settings(record: Distill, job: Any) -> dict[str, Any]:
+def _settings(record: Distill, job: OpenRun) -> dict[str, Any]:
     """Return the settings that identify stored probabilities."""
     with import_folder(record.teacher, config=record.read_config()) as imported:
         teacher = imported.tensors.identity()

@@ -26,10 +26,11 @@ from moefold.files import read_json, write_json
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.loss import label_losses, loss_and_gradients
+from moefold.model.config import Decoder
 from moefold.optim.norm import widest_dtype
 from moefold.parallel.apply import ModelParts, build_flow
 from moefold.parallel.pipeline.score import score
-from moefold.training.losses.base import Objective, segment_digests
+from moefold.training.losses.base import Objective, OpenRun, segment_digests
 from moefold.training.losses.config import Dpo
 
 REFERENCE_FILE = "reference.json"
@@ -99,7 +100,7 @@ class StoredPreference(Preference):
 
     _stored: dict[str, float]
 
-    def setup(self, job: Any) -> Self:
+    def setup(self, job: OpenRun) -> Self:
         """Read the reference's scores; before the first step, compute them for all answers.
 
         Raises:
@@ -107,7 +108,7 @@ class StoredPreference(Preference):
         """
         path = job.folder / REFERENCE_FILE
         if not run_on_first(path.exists, job.world.on_host):
-            if job.step_number and (job.resumed_from or job.recovered):  # but not a new fork
+            if job.step_number and job.continues:
                 raise CheckpointError(
                     f"{path} is missing, and the model has been trained since the reference was "
                     "scored; restore the file, or start a new run"
@@ -125,7 +126,7 @@ class StoredPreference(Preference):
         self._stored = run_on_first(partial(read_json, path), job.world.on_host)
         return self
 
-    def for_proof(self, parts: ModelParts, subject: Any) -> Objective:
+    def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> Objective:
         """Return the loss with a reference whose log-probabilities are all 0."""
         self._stored = defaultdict(float)
         return self
