@@ -79,8 +79,9 @@ class Record(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with other values, for which cached properties are computed anew."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
+        values = vars(copied)
+        for name in values.keys() - type(self).model_fields.keys():
+            del values[name]
         return copied
 
     def rules(self) -> Iterator[Violation]:

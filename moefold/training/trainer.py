@@ -139,10 +139,11 @@ class Trainer:
         self._agreed_stop: str | None = None
         self.rank_zero = RankZeroRunner(self.world, self)
         self.lock = FolderLock(self.folder, run.name)
+        cache = cache or self.folder.parent / ".prepared"
         self._claim_folder(is_dry=scratch is not None)
         try:
             with explaining_oom(run, self.world):
-                self._open_data(cache or self.folder.parent / ".prepared", on_progress, scratch)
+                self._open_data(Path(cache), on_progress, scratch)
                 self._build_parts(is_dry=scratch is not None)
                 self._restore(is_dry=scratch is not None)
         except BaseException:

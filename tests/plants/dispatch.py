@@ -68,8 +68,8 @@ PLANTS = (
         "b65",
         "the ranks that lacked room alone make the step again",
         ROOM,
-        "training/step.py",
-        "missing if missing is not None and terms[-1] > 0 else None",
+        "training/figures.py",
+        "missing if has_overflow else None",
         "missing if missing is not None and missing > 0 else None",
     ),
     Plant(
