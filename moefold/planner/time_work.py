@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from moefold.config.base import Record
-from moefold.layers.config import Context, Offload, OffloadToPages
+from moefold.layers.config import Context, Offload, OffloadToPages, Ring
 from moefold.mesh.shares import largest_share
 from moefold.planner.case import NO_OFFLOAD, Case, Software, bytes_per_activation
 from moefold.planner.curves import Constants, Product, Rates, constants
@@ -21,7 +21,6 @@ from moefold.planner.memoize import memoize
 from moefold.spec.decoder import has_routing
 from moefold.spec.layer import (
     NOTHING,
-    RING,
     Attention,
     LayerSpec,
     Matmul,
@@ -120,7 +119,7 @@ class LayerPolicy(NamedTuple):
     dispatch: str
     recompute: Modules = NOTHING
     offload: Offload = NO_OFFLOAD
-    context: Context = RING
+    context: Context = Ring()
     clones: int = 0
     """Slots per rank for clones of experts."""
     rows_per_hop: tuple[int, ...] = ()

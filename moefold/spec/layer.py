@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Self, cast
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
-from moefold.layers.config import Context, Recompute, Ring
+from moefold.layers.config import Recompute
 from moefold.mesh.config import Sizes
 from moefold.mesh.shares import largest_share
 
@@ -52,8 +52,6 @@ STATISTIC = 4
 """Bytes of a statistic, router score or routing weight: fp32 for any compute dtype."""
 INDEX = 8
 """Bytes of an int64 expert id or index of a row or token."""
-RING = Ring()
-"""The default of ``layout.context``."""
 SMALL_WIDTH = 16
 SMALL_HEAD = 4
 """Width of a feed-forward and dims of a head in the small models of ``verify``."""
@@ -349,8 +347,10 @@ class Shape(NamedTuple):
     width: int = 2
     """Bytes of an element of the compute dtype."""
     cp: int = 1
-    context: Context = RING
-    """Kind of context parallelism."""
+    gathers: bool = False
+    """Whether each context rank gathers all keys and values."""
+    ranks_sharing_heads: int = 1
+    """Context ranks that exchange rows for heads (Ulysses); 1 if none do."""
     ep: int = 1
     room: int | None = None
     """Rows of the dispatcher's receive buffer, if its shapes are fixed."""
@@ -388,12 +388,12 @@ class Shape(NamedTuple):
     @property
     def num_gathered(self) -> int:
         """Number of context ranks whose keys and values a rank gathers."""
-        return self.cp if self.context.gathers else 1
+        return self.cp if self.gathers else 1
 
     @property
     def exchanges_heads(self) -> bool:
         """Whether context ranks exchange rows for heads (Ulysses)."""
-        return self.context.sharing_heads(self.cp) > 1
+        return self.ranks_sharing_heads > 1
 
     def received_rows(self, routing: RoutingSpec) -> int:
         """R: rows on the most loaded expert rank; on a single one, a row for every place."""

@@ -12,6 +12,7 @@ from torch import nn
 from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
+from moefold.layers.config import Context
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
@@ -99,7 +100,10 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
 def planned(asked: Asked, ranks: int) -> int:
     context = Layout.model_validate({"context": asked.context}).context
     rows, width = SEQUENCES * LENGTH // ranks, 4 if asked.precision == "fp32" else 2
-    shape = Shape(HIDDEN, rows, width=width, cp=ranks, context=context)  # type: ignore[arg-type]
+    assert isinstance(context, Context)
+    sharing = context.sharing_heads(ranks)
+    moves = {"gathers": context.gathers, "ranks_sharing_heads": sharing}
+    shape = Shape(HIDDEN, rows, width=width, cp=ranks, **moves)
     layout = Layout.model_validate({"recompute": asked.policy})
     saved = saved_tensors((BLOCKS | LINEAR)[asked.block], shape)
     return saved_bytes(saved, recomputed_modules(layout.recompute))
