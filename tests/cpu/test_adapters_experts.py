@@ -20,9 +20,9 @@ from moefold.model.families.folder import read_config
 from moefold.model.families.peft import CONFIG, TENSORS
 from moefold.model.families.peft_reading import read_adapter
 from tests.cpu.families import reference, wide
-from tests.cpu.family_draws import draw
 from tests.cpu.hubs import same_bits
 from tests.cpu.test_adapters_peft import IDS, tuned
+from tests.family_draws import draw
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),

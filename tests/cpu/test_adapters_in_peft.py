@@ -17,9 +17,9 @@ from moefold.model.families.folder import read_config
 from moefold.model.families.peft import TENSORS, adapter_sites
 from moefold.training.model_checkpoint import fill
 from tests.cpu.families import reference, wide
-from tests.cpu.family_draws import FAMILIES, draw
 from tests.cpu.hubs import same_bits
 from tests.cpu.test_adapters_peft import IDS, LORA, adapted, tuned
+from tests.family_draws import FAMILIES, draw
 
 # PEFT 0.21 looks for ranks of parameters among modules alone, says so, and uses them all the same.
 pytestmark = [

@@ -18,7 +18,7 @@ from moefold.training.generation_settings import TEMPERATURE, TOP_P
 from moefold.training.text_generator import TextGenerator
 from tests.chats import CHATML, FAMILIES, bpe, template_of, write_chat_folder
 from tests.cpu.families import reference
-from tests.cpu.family_draws import draw
+from tests.family_draws import draw
 
 PROMPTS = ("the gate", "load où 🙂", "router", "expert token")
 TOKENS = 24

@@ -16,8 +16,8 @@ from moefold.training.model_checkpoint import StoredModel
 from moefold.training.trainer import Trainer
 from tests.chats import CHATML, write_chat_folder
 from tests.cpu.families import reference
-from tests.cpu.family_draws import draw
 from tests.cpu.runs import raw_run
+from tests.family_draws import draw
 
 SEVERAL = [
     {"name": "default", "template": CHATML},

@@ -32,25 +32,17 @@ from tests.cpu.families import (
     width_of,
     written,
 )
-from tests.cpu.family_draws import DEFAULTS, FAMILIES, SEEN, draw
+from tests.family_draws import (
+    COMPLEX_ANGLES,
+    DEFAULTS,
+    FAMILIES,
+    PUBLISHED,
+    REFUSED,
+    SEEN,
+    draw,
+)
 
 DRAWS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 8))]
-PUBLISHED = {
-    "bailing_hybrid": 124_414_191_072,
-    "cohere2_moe": 190_004_928_512,
-    "gpt_oss": 116_829_156_672,
-    "glm4_moe_lite": 29_943_390_976,
-    "exaone_moe": 28_550_639_616,
-    "hy_v3": 295_033_528_320,
-    "kimi_linear": 49_133_074_464,
-    "llama4_text": 107_769_861_120,
-    "mimo_v2_flash": 308_778_768_832,
-    "minimax_m2": 228_689_748_992,
-    "qwen3_next": 79_674_391_296,
-    "qwen3_5_moe_text": 34_660_610_688,
-    "solar_open": 102_651_793_408,
-}
-"""Parameters of the default configurations of transformers 5.24."""
 LOSS_SPREAD = 9.5e-7
 """Absolute, as stored beside the reference numbers."""
 SPREAD = 2.3e-7
@@ -137,8 +129,7 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
     loss = mine.loss(ids).lm_loss
     loss.backward()
 
-    # Rotary angles of some are complex64.
-    bound = {"deepseek_v2": 1e-5, "llama4_text": 1e-5}.get(model_type, 1e-9)
+    bound = 1e-5 if model_type in COMPLEX_ANGLES else 1e-9
     # In fp32 gradients through states are off by as much, in either library.
     narrow = 1e-3 if "linear_attention" in config.get("layer_types", ()) else 1e-4
     bound = bound if double else narrow
@@ -209,15 +200,6 @@ def meant(config: dict[str, Any]) -> Decoder | str:
         return from_hf(present(config)).decoder.model_copy(update={"context": None})
     except ValueError as error:
         return str(error)
-
-
-REFUSED = {
-    "bailing_hybrid": {"linear_conv_kernel_dim"},  # null, beside another name that has a number
-    "deepseek_v2": {"topk_method"},  # null
-    "qwen3_moe": {"num_local_experts"},  # it goes by another name here
-    "glm4_moe": {"head_dim"},  # the class divides what does not go into it
-}
-"""Fields beside sizes without which a default configuration is refused."""
 
 
 def test_every_family_has_a_class_of_transformers_and_a_draw() -> None:

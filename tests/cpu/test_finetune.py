@@ -21,7 +21,7 @@ from moefold.training.model_checkpoint import ModelTensors
 from moefold.training.run_folder import History
 from tests.chats import write_chat_folder
 from tests.cpu.families import reference
-from tests.cpu.family_draws import draw
+from tests.family_draws import draw
 
 SOURCE = '''
 class Shelf:

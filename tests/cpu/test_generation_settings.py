@@ -20,7 +20,7 @@ from moefold.training.generation_settings import TEMPERATURE, TOP_P, generation_
 from moefold.training.text_generator import TextGenerator
 from tests.chats import bpe, write_chat_folder
 from tests.cpu.families import reference
-from tests.cpu.family_draws import draw
+from tests.family_draws import draw
 
 VOCAB, END, TOKENS = 24, 3, 6
 

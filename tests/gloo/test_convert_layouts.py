@@ -32,7 +32,7 @@ from moefold.training.model_checkpoint import StoredModel, describe_model
 from moefold.training.state import assigned_state
 from moefold.training.step import gradients
 from tests.cpu.families import reference
-from tests.cpu.family_draws import draw
+from tests.family_draws import draw
 from tests.gloo.forks import fork_ranks
 
 STEPS = 3

@@ -3,6 +3,7 @@
 import inspect
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -22,10 +23,10 @@ from moefold.model.families.mixed_sizes import BoundedDeltaNet, ChannelDeltaNet,
 from moefold.model.families.names import detect_layout, find_mappings, pieces
 from moefold.moe.config import Aux, Bias, Moe, Router
 from moefold.run import Run, load_run
+from tests.family_draws import draw
 from tests.mutations import repair
 
 SIZES = {"hidden": 32, "layers": 3, "heads": 4, "experts": 4, "top_k": 2, "expert_width": 12}
-LATENT = {"latent": {"kv_rank": 8, "rope_dim": 4}}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"shape": SIZES | {"kv_heads": 2}},
     "qwen3_moe": {"shape": SIZES | {"kv_heads": 2, "dense_layers": [0]}},
@@ -34,35 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "shape": SIZES | {"dense_layers": 1, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4},
         "groups": {"count": 2, "keep": 1},
     },
-    "glm4_moe_lite": {"shape": SIZES | {"dense_layers": [0, 2], "kv_rank": 8, "rope_dim": 4}},
     "dots1": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [1], "dense_layers": 1}},
-    "hy_v3": {"shape": SIZES | {"kv_heads": 2, "head_dim": 6, "shared_width": 24}},
-    "qwen2_moe": {"shape": SIZES | {"kv_heads": 2, "shared_width": 7, "window": 5}},
     "glm4_moe": {"shape": SIZES | {"kv_heads": 2, "dense_layers": 1}, "qk_norm": "head"},
-    "minimax_m2": {"shape": SIZES | {"kv_heads": 2, "head_dim": 12}},
-    "deepseek_v2": {
-        "shape": SIZES | {"dense_layers": 1, "q_rank": 8},
-        "groups": {"count": 2, "keep": 1, "score": "max"},
-    },
-    "ernie4_5_moe": {"shape": SIZES | {"kv_heads": 2, "dense_layers": [0], "shared_width": 24}},
-    "exaone_moe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [2]}},
-    "hunyuan_v1_moe": {"shape": SIZES | {"kv_heads": 2}, "bias": "all"},
-    "granitemoe": {"shape": SIZES | {"kv_heads": 2}, "scale": 0.5, "embed_scale": 3.0},
-    "granitemoeshared": {"shape": SIZES | {"kv_heads": 2, "shared_width": 9}},
-    "solar_open": {"shape": SIZES | {"kv_heads": 2}, "groups": {"count": 2, "keep": 1}},
-    "flex_olmo": {"shape": SIZES | {"kv_heads": 2}},
-    "gpt_oss": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [1]}},
-    "lfm2_moe": {"shape": SIZES | {"kv_heads": 2, "taps": 4, "full_layers": [1]}},
-    "kimi_linear": {"shape": SIZES | LATENT | {"linear": {"head_dim": 6}, "full_layers": [1]}},
-    "bailing_hybrid": {"shape": SIZES | LATENT | {"dense_layers": [0], "full_layers": [2]}},
-    "llama4_text": {"shape": SIZES | {"kv_heads": 2, "chunk": 5, "full_layers": [1]}},
-    "mimo_v2_flash": {
-        "shape": SIZES | {"kv_heads": 1, "v_dim": 6, "window": 5, "full_layers": [2]},
-        "rope": {"fraction": 0.5},
-    },
-    "afmoe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [2]}},
-    "cohere2_moe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "dense_layers": [0]}},
 }
+"""Models of a few kinds, as run files state them."""
 
 
 def model_of(family: str, **changes: Any) -> Any:
@@ -71,15 +47,21 @@ def model_of(family: str, **changes: Any) -> Any:
     return MODEL.kinds[family].model_validate(data)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", registry.families())
 def test_sizes_become_a_description_and_are_found_again_in_it(family: str) -> None:
-    model = model_of(family)
-    decoder = model.describe(100)
-    assert (decoder.vocab, decoder.hidden, len(decoder.blocks)) == (100, 32, 3)
-    found = type(model).of(decoder)
-    assert found.describe(100) == decoder
-    assert registry.family_of(decoder) is type(model)
-    assert Decoder.model_validate_json(decoder.model_dump_json()) == decoder
+    """Of every family, with a few draws of its options; a run file states what a folder does."""
+    for seed in range(2):
+        config = draw(family, Random(f"{family} {seed}")) | {"model_type": family}
+        read = registry.from_hf(config).model
+        stated = type(read).model_validate(read.model_dump())
+        assert stated == read
+        decoder = stated.describe(9)
+        assert decoder.vocab == config["vocab_size"]
+        assert decoder.hidden == config["hidden_size"]
+        assert decoder.layers == config["num_hidden_layers"]
+        assert type(read).of(decoder).describe(9) == decoder
+        assert registry.family_of(decoder) is type(read)
+        assert Decoder.model_validate_json(decoder.model_dump_json()) == decoder
 
 
 def test_heads_widths_and_patterns() -> None:

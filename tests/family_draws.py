@@ -1,6 +1,7 @@
-"""Small configurations of every family, drawn: one function of the choices for each ``model_type``.
+"""All that tests know of a family: how to draw small configurations, and what is peculiar to it.
 
-A function returns the fields of ``config.json`` that are the family's own; ``draw`` adds the rest.
+For each ``model_type`` one function of the choices returns the fields of ``config.json`` that are
+the family's own; ``draw`` adds the rest. Released configurations are in ``tests/data/released``.
 """
 
 from collections.abc import Callable
@@ -479,3 +480,28 @@ DEFAULTS: dict[str, Fields] = {
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
 }
 """What transformers' class has no default for; GLM-4.5's has 21 rotary dims, an odd number."""
+COMPLEX_ANGLES = ("deepseek_v2", "llama4_text")
+"""Families whose rotary angles in transformers are complex numbers of two fp32."""
+PUBLISHED = {
+    "bailing_hybrid": 124_414_191_072,
+    "cohere2_moe": 190_004_928_512,
+    "gpt_oss": 116_829_156_672,
+    "glm4_moe_lite": 29_943_390_976,
+    "exaone_moe": 28_550_639_616,
+    "hy_v3": 295_033_528_320,
+    "kimi_linear": 49_133_074_464,
+    "llama4_text": 107_769_861_120,
+    "mimo_v2_flash": 308_778_768_832,
+    "minimax_m2": 228_689_748_992,
+    "qwen3_next": 79_674_391_296,
+    "qwen3_5_moe_text": 34_660_610_688,
+    "solar_open": 102_651_793_408,
+}
+"""Parameters of the default configurations of transformers 5.24."""
+REFUSED = {
+    "bailing_hybrid": {"linear_conv_kernel_dim"},  # null, beside another name that has a number
+    "deepseek_v2": {"topk_method"},  # null
+    "qwen3_moe": {"num_local_experts"},  # it goes by another name here
+    "glm4_moe": {"head_dim"},  # the class divides what does not go into it
+}
+"""Fields beside sizes without which a default configuration is refused."""
