@@ -20,7 +20,9 @@ from moefold.spec.decoder import model_weights
 
 DATA = Path(__file__).parents[1] / "data"
 STORED = json.loads((DATA / "hf_tiny_reference.json").read_text())
-RELEASED = {file.stem: json.loads(file.read_text()) for file in (DATA / "released").iterdir()}
+RELEASED = {
+    file.stem: json.loads(file.read_text()) for file in sorted((DATA / "released").iterdir())
+}
 """What ``config.json`` of released models holds: their sizes, switches and what goes with them."""
 
 
