@@ -49,7 +49,7 @@ class DecoderBlock(nn.Module):
         else:
             self.ffn = build(record.ffn, hidden)
         self._residual_scale = record.residual_scale
-        self._shared_norm = record.norms == "shared"
+        self._shared_norm = record.shares_norm
         if self.moe is not None:
             self.moe.separate_output = self.ffn_out_norm is not None
             self.moe.residual_scale *= 1.0 if self.moe.separate_output else record.residual_scale

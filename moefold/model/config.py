@@ -66,9 +66,14 @@ class Block(Record):
     def rules(self) -> Iterator[Violation]:
         """Refuse norms after sublayers with zero-computation experts, which bypass such a norm."""
         idle = getattr(getattr(self.ffn, "router", None), "idle_experts", None)
-        if idle is not None and self.norms in ("after", "both"):
+        if idle is not None and self.norm_positions("ffn")[1]:
             rule = "must be before or shared: zero-computation experts bypass a norm after them"
             yield Violation(("norms",), self.norms, rule, "before")
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether both sublayers read the output of one norm."""
+        return self.norms == "shared"
 
     def norm_positions(self, name: str) -> tuple[bool, bool]:
         """Return whether ``attention`` or ``ffn`` has a norm before it, and one after it."""

@@ -161,7 +161,7 @@ def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
     They do not under tp, whose ranks gather it for each product, nor with a factor, a norm or a
     border between graphs in between. Both sublayers count only if they share a norm.
     """
-    scaled = block.residual_scale != 1 or block.norms not in ("before", "shared")
+    scaled = block.residual_scale != 1 or block.norm_positions("ffn")[1]
     if shape.tp > 1 or shape.separate_exchanges or scaled:
         return []
     separate = set[str]()
@@ -170,7 +170,7 @@ def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
     return [
         name
         for sublayer, spec in sublayers(block)
-        if sublayer != "attention" or block.norms == "shared"
+        if sublayer != "attention" or block.shares_norm
         for weight in spec.weights(shape.hidden)
         if weight.added and (name := f"{spec.prefix or sublayer}.{weight.name}") not in separate
     ]

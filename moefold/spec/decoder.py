@@ -251,7 +251,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             parts[name].append(replace(part, operand_of=names) if names else part)
     normed = ("attention_norm.output", "ffn_norm.output")
     outputs = {part.name: part for part in chain(*parts.values()) if part.name in normed}
-    shared = block.norms == "shared" and outputs.get("ffn_norm.output")
+    shared = block.shares_norm and outputs.get("ffn_norm.output")
     for name, (before, after) in ((name, block.norm_positions(name)) for name in parts):
         output = outputs.get(f"{name}_norm.output")
         for part in parts[name]:
@@ -267,7 +267,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
                 part = replace(
                     part, needed_by=kinds, operand_of=names, also_saved=shared.also_saved
                 )
-            elif block.norms == "after" and part.name in ("input", "residual") and output:
+            elif not before and part.name in ("input", "residual") and output:
                 part = replace(part, operand_of=output.operand_of, also_saved=part)
             yield part
         if after:

@@ -137,7 +137,6 @@ class Family(Record):
         own = {name: getattr(self, name) for name in self.attention_fields}
         dense = Dense(width=self.shape.resolved_dense_width)
         sparse = self.moe()
-        more = {**self.block_fixed, **{name: getattr(self, name) for name in self.block_fields}}
         unique: dict[tuple[Record, bool], Block] = {}
         blocks: list[Block] = []
         rope = self.rope if self.has_rope else None
@@ -145,9 +144,14 @@ class Family(Record):
             attention = self.shape.attention(layer, rope, {**self.attention_fixed, **own})
             key = attention, layer in self.shape.dense
             if key not in unique:
-                unique[key] = Block(attention=attention, ffn=dense if key[1] else sparse, **more)
+                unique[key] = self.block(attention, dense if key[1] else sparse)
             blocks.append(unique[key])
         return blocks
+
+    def block(self, attention: Record, ffn: Record, **own: Any) -> Block:
+        """Return a block of an attention and a feed-forward; ``own`` are fields of subclasses."""
+        fields = {name: getattr(self, name) for name in self.block_fields}
+        return Block(attention=attention, ffn=ffn, **self.block_fixed, **fields, **own)
 
     @classmethod
     def read(cls, config: ConfigReader) -> dict[str, Any]:
