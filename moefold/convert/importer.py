@@ -84,7 +84,8 @@ class FolderTensors(Mapping[str, Tensor]):
                 not filled.
         """
         target = self.targets[name]
-        tensor = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
+        unfilled = torch.nan if self._plan.parts[name] else 0.0
+        tensor = torch.full([end - start for start, end in box], unfilled, dtype=target.dtype)
         used: list[TensorPiece] = []
         for piece in self._plan.parts[name]:
             outer = box[: len(piece.index)]
@@ -256,7 +257,7 @@ def import_folder(
         source.close()
         raise
     unread = dict.fromkeys((*config.left_out, *leftover_notes(folder)))
-    left_out = (*unread, *source.notes, *_ignored_notes(plan))
+    left_out = (*unread, *source.notes, *_tensor_notes(plan))
     mxfp4 = sum(scale.name.endswith(MXFP4_SCALES) for scale in plan.scales.values())
     counts = {"FP8": len(plan.scales) - mxfp4, "MXFP4": mxfp4}
     scaled = [
@@ -323,7 +324,11 @@ def _tokenizer_notes(folder: Path) -> Iterator[str]:
     yield from unread_notes(folder)
 
 
-def _ignored_notes(plan: ImportPlan) -> Iterator[str]:
+def _tensor_notes(plan: ImportPlan) -> Iterator[str]:
+    """Yield notes on tensors that the folder lacks, and on those that are left out."""
+    if zeros := [name for name, pieces in plan.parts.items() if not pieces]:
+        more = f" and {len(zeros) - 1} more" if zeros[1:] else ""
+        yield f"not in the folder, and therefore zeros: {zeros[0]}{more}"
     by_reason: dict[str, list[str]] = {}
     for name, reason in plan.ignored.items():
         by_reason.setdefault(reason, []).append(name)

@@ -112,7 +112,7 @@ class ImportPlan:
     """The tensors on disk from which each parameter is read, and those that are ignored."""
 
     parts: Mapping[str, tuple[TensorPiece, ...]]
-    """The tensors on disk of which each parameter consists."""
+    """The tensors on disk of which each parameter consists; none of one that is zeros."""
     ignored: Mapping[str, str]
     """Reasons for ignoring tensors on disk, by name."""
     scales: Mapping[str, StoredScales]
@@ -145,9 +145,16 @@ def plan_import(
             or dtype.
     """
     parts: dict[str, tuple[TensorPiece, ...]] = {}
+    optional: dict[str, list[str]] = {}
     for name, (mapping, layer) in find_mappings(table, targets).items():
         used, layout = detect_layout(mapping, layer, present)
         parts[name] = pieces(used, layer, targets[name].shape, layout)
+        if mapping.optional:
+            optional.setdefault(mapping.param, []).append(name)
+    for names in optional.values():
+        # A folder that has the tensors of some layers only is not whole.
+        if not any(piece.name in present for name in names for piece in parts[name]):
+            parts |= dict.fromkeys(names, ())
     needed = [piece for of_param in parts.values() for piece in of_param]
     matrices = (p.name for p in needed if p.perm and len(p.shape) == 3)
     coded = {name for name in matrices if name + MXFP4_CODES in present}

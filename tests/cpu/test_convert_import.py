@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from moefold.convert.plan import ImportPlan
 from moefold.convert.source import ConvertError, SafetensorsWeights
 from moefold.model.config import MODEL
 from moefold.model.families.names import JoinedRows, TensorPiece
+from moefold.model.families.registry import families
 from tests.cpu.hubs import (
     MODELS,
     decoder_of,
@@ -116,6 +118,28 @@ def test_b24_nothing_missing_left_over_or_of_another_shape_passes(
         f"model.layers.3.input_layernorm.weight {unknown}",
         "model.norm.weight is missing",
     ]
+
+
+def test_tensors_that_folders_may_lack_are_zeros_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all layers or in none: a folder that has those of some layers is not whole."""
+    family = families()["deepseek_v3"]
+    rows = (replace(row, optional=row.param.endswith("bias")) for row in family.tensors)
+    monkeypatch.setattr(family, "tensors", tuple(rows))
+    decoder = decoder_of("deepseek_v3")
+    stored = on_disk(decoder, weights_of(decoder))
+    first, *rest = [name for name in stored if name.endswith("e_score_correction_bias")]
+    assert rest
+    write_hub(tmp_path / "some", decoder, {n: t for n, t in stored.items() if n != first})
+    assert problems(tmp_path / "some") == [f"{first} is missing"]
+    write_hub(tmp_path / "none", decoder, {n: t for n, t in stored.items() if "_bias" not in n})
+    with import_folder(tmp_path / "none") as found:
+        biases = [name for name in found.tensors if name.endswith("selection_bias")]
+        assert len(biases) == len([first, *rest])
+        assert not any(found.tensors[name].any() for name in biases)
+        more = f" and {len(rest)} more"
+        assert f"not in the folder, and therefore zeros: {biases[0]}{more}" in found.notes
 
 
 def test_b24_a_packed_tensor_beside_single_experts_is_refused(

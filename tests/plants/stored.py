@@ -62,8 +62,8 @@ PLANTS = (
         "what is not written holds zeros",
         IMPORT + "test_b24_a_part_that_is_not_written_stays_nan_and_is_refused",
         "convert/importer.py",
-        "torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)",
-        "torch.zeros([end - start for start, end in box], dtype=target.dtype)",
+        "unfilled = torch.nan if self._plan.parts[name] else 0.0",
+        "unfilled = 0.0",
     ),
     Plant(
         "b26",

@@ -52,6 +52,8 @@ class ParamMapping:
     """Whether rows are concatenated within each unit that tp divides, such as a head."""
     rows: "JoinedRows | None" = None
     """Rows of the joined tensor that belong to this parameter; set by :func:`resolve_rows`."""
+    optional: bool = False
+    """Whether folders may lack the tensors of all layers, which are then zeros."""
 
 
 @dataclass(frozen=True)
@@ -364,13 +366,14 @@ def bias_names(
     name: str = "mlp.gate.e_score_correction_bias",
     packed: str | None = None,
     unit_dims: tuple[int, int] = (0, 0),
+    optional: bool = False,
 ) -> Table:
-    """Return the mapping of the selection bias in both layouts."""
+    """Return the mapping of the selection bias in both layouts; ``optional``: or in neither."""
     at = "model.layers.{i}"
     bias = "layers.{i}.moe.router.selection_bias"
     names = (f"{at}.{name}",)
     packed_names = (f"{at}.{packed or name}",)
-    return (ParamMapping(bias, names, packed_names, unit_dims=unit_dims),)
+    return (ParamMapping(bias, names, packed_names, unit_dims=unit_dims, optional=optional),)
 
 
 def shared_names(module: str = "shared_experts", packed: str | None = None) -> Table:
