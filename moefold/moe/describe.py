@@ -30,6 +30,9 @@ from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
 ROUTER_PASSES = 25
 """Reads and writes of a row of scores: scores, top-k, map, counts, balance."""
+SCORE_INPUTS = {"sqrt_softplus": 2}
+"""Tensors of the logits' shape that a score saves beside its result: the logits, and their softplus
+before the root."""
 SMALL_EXPERTS = 8
 SMALL_TOP_K = 4
 SMALL_GROUPS = 4
@@ -207,6 +210,8 @@ class MoeSpec(LayerSpec):
         chosen = shape.rows * router.places
         scores = shape.rows * router.choices * STATISTIC
         yield Saved("router.scores", scores, module="moe")
+        if inputs := SCORE_INPUTS.get(router.score):
+            yield Saved("router.score_inputs", inputs * scores, module="moe")
         yield Saved("router.chosen", chosen * INDEX, module="moe")
         if router.order == "topk_first":
             yield Saved("router.weights", chosen * STATISTIC, module="moe")

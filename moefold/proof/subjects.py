@@ -11,7 +11,7 @@ from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Chunked, Gqa, Windowed
 from moefold.layers.kinds.mla import Mla
-from moefold.model.config import Block, Decoder, MultiToken, Stack
+from moefold.model.config import Block, Decoder, MultiToken, Stack, to_stacks
 from moefold.moe.config import (
     BALANCE,
     Activation,
@@ -32,6 +32,7 @@ from moefold.moe.config import (
 from moefold.moe.config import ROUTER as ROUTER_SLOT
 from moefold.optim.config import AdamW
 from moefold.proof.case import Subject
+from moefold.proof.options import missing_blocks, scored_routers, variants
 from moefold.proof.shrink import CLIP, LEARNING_RATE
 from moefold.spec.decoder import with_multi_token
 
@@ -140,10 +141,10 @@ def normed_decoder() -> Decoder:
     """Return a decoder with every uncommon placement of norms, and gated attention outputs."""
     gated = GQA.model_copy(update={"gate": True})
     routed = moe(shared=Shared(width=16), scale=0.5)
-    places = (("both", DENSE), ("after", routed), ("shared", routed), ("both", routed))
-    fields = ({"attention": gated, "ffn": ffn, "norms": norms} for norms, ffn in places)
-    blocks = tuple(Block.model_validate(block) for block in fields)
-    return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": (Stack(blocks=blocks),)})
+    dense = Block(attention=gated, ffn=DENSE, norms="both")
+    placed = (copy for _, _, copy in variants(Block(attention=gated, ffn=routed)))
+    stacks = to_stacks((dense, *placed))
+    return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": stacks})
 
 
 FORMED = moe(
@@ -182,12 +183,10 @@ SUBJECTS: dict[str, Subject] = {
     "capacity by place": subject(
         decoder(GQA, DENSE, moe(capacity=Capacity(factor=0.75, drop="position")))
     ),
-    "top-k first": subject(
-        decoder(GQA, moe(router=Router(experts=8, top_k=2, order="topk_first")))
-    ),
-    "softplus": subject(
-        decoder(GQA, moe(router=Router(experts=8, top_k=4, score="sqrt_softplus")))
-    ),
+    **{
+        name: subject(decoder(GQA, moe(router=router)))
+        for name, router in scored_routers(experts=8, top_k=4).items()
+    },
     "top-1": subject(decoder(GQA, moe(router=Router(experts=8, top_k=1, renormalise=False)))),
     "idle experts": subject(decoder(GQA, DENSE, BIASED), idle=(6, 7)),
     "idle ranks": subject(decoder(GQA, DENSE, SHARED), empty=(1, 3), padding=12),
@@ -202,6 +201,14 @@ SUBJECTS: dict[str, Subject] = {
     "dense": subject(decoder(GQA, DENSE, DENSE)),
     "dense in parts": subject(decoder(GQA, *FACTORED, SHARED)),
 }
+
+
+for mixer in (GQA, WINDOWED, MLA, DELTA):
+    plain = Block(attention=mixer, ffn=SHARED)
+    for option, found in missing_blocks([s.decoder for s in SUBJECTS.values()], plain):
+        stacks = to_stacks((found,))
+        model = decoder(GQA, DENSE).model_copy(update={"stacks": stacks})
+        SUBJECTS[option] = subject(model)
 
 
 def terms() -> Iterator[tuple[str, Subject]]:

@@ -17,6 +17,7 @@ from moefold.layers.flow import Flow
 from moefold.moe.balance import Balance, Observed, Term, count_choices, sum_rows
 from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Groups, Moe, Router, Z
 from moefold.moe.router import Decision, TopKRouter
+from moefold.proof.options import scored_routers
 from tests.cpu.routing import (
     distribution_by_loop,
     drawn,
@@ -34,6 +35,10 @@ SCORES = {
     "softmax of the chosen": {"order": "topk_first"},
     "sigmoid": {"score": "sigmoid", "epsilon": 1e-20, "selection_bias": True},
     "sqrt softplus in groups": {"score": "sqrt_softplus", "groups": Groups(count=4, keep=2)},
+    **{
+        name: {"score": made.score, "order": made.order}
+        for name, made in scored_routers(experts=8, top_k=2).items()
+    },
 }
 
 

@@ -16,6 +16,7 @@ from moefold.moe.layer import MoeFfn
 from moefold.moe.router import Decision, Routed, RoutingContext, TopKRouter
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import capacity_mask, count, select, stable_topk
+from moefold.proof.options import choices, scored_routers
 from tests.cpu.routing import (
     distribution_by_loop,
     drawn,
@@ -81,6 +82,11 @@ SETTINGS = {
     "sum of three": {"groups": {"count": 3, "keep": 1, "best": 3}},
     "all groups kept": {"groups": {"count": 6, "keep": 6}},
     "groups, softmax of the chosen": {"order": "topk_first", "groups": {"count": 4, "keep": 2}},
+    **{
+        f"{name}, {whole}": {"score": made.score, "order": made.order, "renormalise": whole}
+        for whole in (True, False)
+        for name, made in scored_routers(experts=12, top_k=3, renormalise=whole).items()
+    },
 }
 
 
@@ -487,7 +493,7 @@ def test_names_and_kinds_of_what_is_saved() -> None:
 
 def test_b22_one_expert_per_token_still_teaches_the_router() -> None:
     """Settings whose single weight is always one are refused; the legal ones have a gradient."""
-    for score in ("softmax", "sigmoid", "sqrt_softplus"):
+    for score in choices(Router, "score"):
         constant = Router(experts=12, top_k=1, score=score)
         assert [v.path for v in constant.rules()] == [("renormalise",)]
         legal = record_of(top_k=1, score=score, renormalise=False)

@@ -30,6 +30,7 @@ from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
 from moefold.planner.memory_chunk import offloaded_tensors
 from moefold.planner.memory_saved import deferred_operands, saved_bytes, saved_tensors
+from moefold.proof.options import scored_routers, variants
 from moefold.spec.codes import coded_blocks
 from moefold.spec.layer import NOTHING, Shape, recomputed_modules
 from tests.cpu.alive import (
@@ -136,6 +137,15 @@ BLOCKS = {
         attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)
     ),
 }
+ROUTED = Block(attention=GQA, ffn=MOE)
+OPTIONS = {f"{field} {value}": block for field, value, block in variants(ROUTED)} | {
+    f"{name}, renormalised {whole}": ROUTED.model_copy(
+        update={"ffn": MOE.model_copy(update={"router": router})}
+    )
+    for whole in (True, False)
+    for name, router in scored_routers(experts=8, top_k=2, renormalise=whole).items()
+}
+"""A block for each placement of norms and each score of a router, also those that are new."""
 ALL: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 POLICIES: list[Record | None] = [
     None,
@@ -155,6 +165,17 @@ def test_bytes_that_stay_alive_are_the_planned_ones(name: str, precision: str) -
     for policy in POLICIES:
         found = bytes_alive(BLOCKS[name], policy, precision)
         assert found == bytes_planned(BLOCKS[name], policy, precision), policy
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bytes_that_an_option_of_a_block_or_router_keeps_are_the_planned_ones(name: str) -> None:
+    """Kept, waiting for the products of weights, and with each module made again at once."""
+    block = OPTIONS[name]
+    for policy in (None, Selective(modules=ALL)):
+        assert bytes_alive(block, policy, "bf16") == bytes_planned(block, policy, "bf16"), policy
+    parts = deferred_operands(block, Shape(HIDDEN, SEQUENCES * LENGTH))
+    planned = sum(part.bytes for part in parts if part.name != "input")
+    assert bytes_held(block, None, "bf16") == planned
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
