@@ -109,6 +109,11 @@ class Router(Record):
         return None
 
     @property
+    def softmax_over_chosen(self) -> bool:
+        """Whether weights are a softmax over the chosen experts, which sums to 1 by itself."""
+        return self.order == "topk_first" and self.score == "softmax"
+
+    @property
     def choices(self) -> int:
         """Number of choices: experts and zero-computation experts."""
         return self.experts + (self.idle_experts.count if self.idle_experts else 0)
@@ -144,12 +149,12 @@ class Router(Record):
         if self.order == "topk_first" and self.score != "softmax":
             rule = "topk_first needs score: softmax"
             yield Violation(("order",), self.order, rule, "score_first")
-        elif self.order == "score_first" and self.top_k == 1 and self.renormalise:
-            rule = "with top_k 1 the renormalised weight is always 1: the router cannot learn"
-            yield Violation(("renormalise",), True, rule, False)
-        elif self.order == "topk_first" and self.top_k == 1:
+        elif self.softmax_over_chosen and self.top_k == 1:
             rule = "with top_k 1 a softmax over the chosen is always 1: the router cannot learn"
             yield Violation(("order",), self.order, rule, "score_first")
+        elif self.top_k == 1 and self.renormalise:
+            rule = "with top_k 1 the renormalised weight is always 1: the router cannot learn"
+            yield Violation(("renormalise",), True, rule, False)
         if (groups := self.groups) is None:
             return
         if self.experts % groups.count:

@@ -10,6 +10,7 @@ from moefold.kernels.quantise.philox import chance
 from moefold.moe.config import Capacity, ExpertChoice, RoundRobin, Sinkhorn
 from moefold.moe.draws import HASH, SKEW
 from moefold.moe.router import RoutingContext, TopKRouter
+from moefold.moe.scoring import score
 from moefold.moe.topk import select
 
 
@@ -23,7 +24,7 @@ class SinkhornRouter(TopKRouter):
         if not context.training:
             return super().choose(scores_TE, context)
         if self.record.order == "topk_first":
-            scores_TE = scores_TE.softmax(1)
+            scores_TE = score(scores_TE, self.record)
         tiny = torch.finfo(scores_TE.dtype).tiny
         for _ in range(self.record.rounds):
             demand_E = context.sum(context.valid(scores_TE).sum(0))

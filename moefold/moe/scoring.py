@@ -18,19 +18,22 @@ from moefold.moe.config import Router
 def scores(logits_TE: Tensor, record: Router) -> Tensor:
     """Return the scores [T, E] by which experts are chosen, in the logits' dtype.
 
-    With ``topk_first``, where softmax follows the choice, they are the logits.
+    With ``topk_first``, where the score follows the choice, they are the logits.
     """
-    if record.order == "topk_first":
-        return logits_TE
+    return logits_TE if record.order == "topk_first" else score(logits_TE, record)
+
+
+def score(logits: Tensor, record: Router) -> Tensor:
+    """Return the scores of logits, of any experts of each row."""
     match record.score:
         case "softmax":
-            return logits_TE.softmax(1)
+            return logits.softmax(1)
         case "sigmoid":
-            return _apply_padded(torch.sigmoid, logits_TE)
+            return _apply_padded(torch.sigmoid, logits)
         case "sqrt_softplus":
             # The lower bound keeps the gradient finite where softplus underflows.
-            soft_TE = _apply_padded(F.softplus, logits_TE)
-            return soft_TE.clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+            soft = _apply_padded(F.softplus, logits)
+            return soft.clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
 
 
 def _apply_padded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
@@ -47,8 +50,10 @@ def _apply_padded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tenso
 
 def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: Router) -> Tensor:
     """Return each row's distribution over all experts: softmax, or scores divided by their sum."""
+    if record.order == "topk_first":
+        scores_TE = score(logits_TE, record)
     if record.score == "softmax":
-        return scores_TE if record.order == "score_first" else logits_TE.softmax(1)
+        return scores_TE
     if uses_triton(scores_TE) and scores_TE.dtype == torch.float32:
         return balance.normalised(scores_TE)
     total_T1 = scores_TE.sum(1, keepdim=True)
@@ -67,8 +72,8 @@ def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
         return kernels.routing_weights(scores_TE, experts_TK, rule, record.epsilon, record.scale)
     weights_TK = scores_TE.gather(1, experts_TK.clamp(max=scores_TE.shape[1] - 1))
     if record.order == "topk_first":
-        weights_TK = weights_TK.softmax(1)
-    elif record.renormalise:
+        weights_TK = score(weights_TK, record)
+    if record.renormalise and not record.softmax_over_chosen:
         total_T1 = weights_TK.sum(1, keepdim=True)
         total_T1 = total_T1.clamp(min=record.floor) if record.floor else total_T1
         weights_TK = weights_TK / (total_T1 + record.epsilon if record.epsilon else total_T1)
