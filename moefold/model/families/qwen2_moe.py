@@ -9,7 +9,7 @@ from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import DenseSteps, WindowKinds, WindowSwitch
-from moefold.model.families.sizes import DenseListed, GatedSharedSizes, WindowSizes
+from moefold.model.families.sizes import AlwaysSharedSizes, DenseListed, WindowSizes
 from moefold.moe.config import Aux
 
 
@@ -18,7 +18,7 @@ def _full(config: ConfigReader, layer: int) -> bool:
     return layer % 2 == 1 or layer >= config.get("max_window_layers", int, 28) or not used
 
 
-class Qwen2MoeShape(WindowSizes, GatedSharedSizes, DenseListed):
+class Qwen2MoeShape(WindowSizes, AlwaysSharedSizes, DenseListed):
     """Sizes of a Qwen2-MoE."""
 
 

@@ -10,11 +10,11 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.mixed_sizes import DeltaSizes
 from moefold.model.families.qwen2_moe import Qwen2Moe
 from moefold.model.families.qwen3_next import ATTENTION, FIELDS
-from moefold.model.families.sizes import GatedSharedSizes
+from moefold.model.families.sizes import AlwaysSharedSizes
 from moefold.moe.config import Aux
 
 
-class Qwen35MoeShape(DeltaSizes, GatedSharedSizes):
+class Qwen35MoeShape(DeltaSizes, AlwaysSharedSizes):
     """Sizes of a Qwen3.5-MoE."""
 
 

@@ -10,7 +10,7 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import DenseSteps, MixerKinds, RecordSizes, every_nth_full
 from moefold.model.families.mixed_sizes import DeltaSizes
 from moefold.model.families.qwen2_moe import Qwen2Moe
-from moefold.model.families.sizes import DenseListed, GatedSharedSizes
+from moefold.model.families.sizes import AlwaysSharedSizes, DenseListed
 from moefold.moe.config import Aux
 
 LINEAR = {
@@ -30,7 +30,7 @@ FIELDS = (
 ATTENTION: dict[str, Any] = {"qk_norm": "zero_centred", "gate": True}
 
 
-class Qwen3NextShape(DeltaSizes, GatedSharedSizes, DenseListed):
+class Qwen3NextShape(DeltaSizes, AlwaysSharedSizes, DenseListed):
     """Sizes of a Qwen3-Next."""
 
 

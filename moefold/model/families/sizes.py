@@ -353,8 +353,8 @@ class SharedSizes(SharedWidth):
             yield Violation(("shared_width",), self.shared_width, rule, nearest)
 
 
-class GatedSharedSizes(SharedWidth):
-    """Sizes of a family with a gated shared expert of any width."""
+class AlwaysSharedSizes(SharedWidth):
+    """Sizes of a family that always has a shared expert, of any width."""
 
     # Required, although the base has a default, which pyright reports as an error.
     shared_width: Size  # type: ignore[reportGeneralTypeIssues]
