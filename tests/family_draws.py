@@ -433,6 +433,17 @@ def _afmoe(random: Random, config: Fields) -> Fields:
     }
 
 
+@of("kolibri1")
+def _kolibri1(random: Random, config: Fields) -> Fields:
+    return some_window(random, config) | {
+        "num_experts": random.choice(EXPERTS),
+        "moe_intermediate_size": random.choice(WIDTHS),
+        "shared_expert_intermediate_size": random.choice((5, 12)),
+        "norm_topk_prob": _coin(random),
+        "head_dim": random.choice((6, 8)),
+    }
+
+
 @of("cohere2_moe")
 def _cohere(random: Random, config: Fields) -> Fields:
     epsilon = config.pop("rms_norm_eps")
@@ -502,6 +513,7 @@ REFUSED = {
     "bailing_hybrid": {"linear_conv_kernel_dim"},  # null, beside another name that has a number
     "deepseek_v2": {"topk_method"},  # null
     "qwen3_moe": {"num_local_experts"},  # it goes by another name here
+    "kolibri1": {"num_local_experts"},
     "glm4_moe": {"head_dim"},  # the class divides what does not go into it
 }
 """Fields beside sizes without which a default configuration is refused."""

@@ -80,7 +80,7 @@ class Router(Record):
     """Experts per token; 0 under a family, whose shape states the number."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["score_first", "topk_first"] = "score_first"
-    """Whether scores are computed over all experts or, after the choice, over the chosen ones."""
+    """Whether scores are computed over all experts or, after a choice by logits, of the chosen."""
     renormalise: bool = True
     """Whether weights are the chosen scores divided by their sum."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
@@ -91,7 +91,8 @@ class Router(Record):
     """Factor on the routing weights, applied last."""
     groups: Groups | None = None
     selection_bias: bool = False
-    """Whether a bias (a buffer) is added to the scores for the choice, but not for the weights."""
+    """Whether a bias (a buffer) is added to the scores (the logits with ``topk_first``) for the
+    choice, but not for the weights."""
     bias: bool = False
     """Whether the logits have a learned bias per expert."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -146,10 +147,7 @@ class Router(Record):
         if self.top_k > self.choices:
             rule = f"must be at most experts ({self.choices})"
             yield Violation(("top_k",), self.top_k, rule, self.choices)
-        if self.order == "topk_first" and self.score != "softmax":
-            rule = "topk_first needs score: softmax"
-            yield Violation(("order",), self.order, rule, "score_first")
-        elif self.softmax_over_chosen and self.top_k == 1:
+        if self.softmax_over_chosen and self.top_k == 1:
             rule = "with top_k 1 a softmax over the chosen is always 1: the router cannot learn"
             yield Violation(("order",), self.order, rule, "score_first")
         elif self.top_k == 1 and self.renormalise:

@@ -210,19 +210,22 @@ class MoeSpec(LayerSpec):
         chosen = shape.rows * router.places
         scores = shape.rows * router.choices * STATISTIC
         yield Saved("router.scores", scores, module="moe")
+        # With topk_first these are logits, and only those of the chosen experts have a score.
+        late = router.order == "topk_first"
         if inputs := SCORE_INPUTS.get(router.score):
-            yield Saved("router.score_inputs", inputs * scores, module="moe")
+            size = chosen * STATISTIC if late else scores
+            yield Saved("router.score_inputs", inputs * size, module="moe")
         yield Saved("router.chosen", chosen * INDEX, module="moe")
-        if router.order == "topk_first":
-            yield Saved("router.weights", chosen * STATISTIC, module="moe")
-        elif router.renormalise:
+        divided = router.renormalise and not router.softmax_over_chosen
+        if divided:
             yield Saved("router.total", shape.rows * STATISTIC, module="moe")
+        if divided or late:
             yield Saved("router.weights", chosen * STATISTIC, module="moe")
         if router.partial:
             yield Saved("router.kept", chosen, module="moe")
         if self.shared is not None and self.shared.two_way:
             size = shape.rows * (shape.width + STATISTIC)
-            if router.order == "score_first" or router.scale != 1:
+            if divided or not late or router.scale != 1:
                 size += chosen * STATISTIC
             yield Saved("router.two_way", size, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
@@ -259,9 +262,11 @@ class MoeSpec(LayerSpec):
         yield Saved("balance.share", router.choices * 8 * len(populations), module="moe")
         if router.score != "softmax":
             yield Saved("balance.total", 2 * shape.rows * STATISTIC, module="moe")
-        elif router.order == "topk_first":
+        if router.order == "topk_first":
+            # Their scores are computed for the distribution alone; the logits are there already.
+            tensors = max(1, SCORE_INPUTS.get(router.score, 0))
             scores = shape.rows * router.choices * STATISTIC
-            yield Saved("balance.probability", scores, module="moe")
+            yield Saved("balance.probability", tensors * scores, module="moe")
 
     def shrink(self, by: Sizes) -> Self:
         """Return a record with few experts, few groups and small widths."""

@@ -63,12 +63,15 @@ def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: Router) -> Tenso
 def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
     """Return the weights [T, K] of the chosen experts, differentiable in the scores.
 
-    With ``topk_first`` the softmax over the chosen experts already sums to 1, so ``renormalise``
-    and ``epsilon`` have no effect. The sentinel E gets an arbitrary finite weight.
+    With ``topk_first`` they are the scores of the chosen experts' logits; a softmax of these sums
+    to 1, so ``renormalise`` and ``epsilon`` have no effect on it. The sentinel E gets an arbitrary
+    finite weight.
     """
-    if uses_triton(scores_TE) and scores_TE.dtype == torch.float32 and not record.floor:
+    fused = record.order == "score_first" or record.softmax_over_chosen
+    fused = fused and uses_triton(scores_TE) and scores_TE.dtype == torch.float32
+    if fused and not record.floor:
         plain = kernels.NORMALISED if record.renormalise else kernels.UNCHANGED
-        rule = kernels.SOFTMAX if record.order == "topk_first" else plain
+        rule = kernels.SOFTMAX if record.softmax_over_chosen else plain
         return kernels.routing_weights(scores_TE, experts_TK, rule, record.epsilon, record.scale)
     weights_TK = scores_TE.gather(1, experts_TK.clamp(max=scores_TE.shape[1] - 1))
     if record.order == "topk_first":

@@ -84,8 +84,8 @@ def route_by_loop(
     chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: record.top_k]
     weights = [values[e] for e in chosen]
     if not first:
-        weights = score_by_loop(weights, "softmax")
-    elif record.renormalise:
+        weights = score_by_loop(weights, record.score)
+    if record.renormalise and (first or record.score != "softmax"):
         weights = [w / (sum(weights) + record.epsilon) for w in weights]
     return chosen, [w * record.scale for w in weights]
 
