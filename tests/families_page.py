@@ -111,7 +111,7 @@ def options(record: Record, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             else:
                 yield from ((inner, UNSAID, usual) for inner, _, usual in options(default))
         elif default is None:
-            yield name, value is not None, False
+            yield name, value if isinstance(value, str) else value is not None, False
             if isinstance(value, Record):
                 yield from options(value, f"{name}.")
         elif isinstance(value, bool | str):
