@@ -433,6 +433,12 @@ def _afmoe(random: Random, config: Fields) -> Fields:
     }
 
 
+@of("axk1")
+def _axk1(random: Random, config: Fields) -> Fields:
+    drawn = latent(random, config) | {"q_lora_rank": random.choice((8, 12))}
+    return sigmoid(random, config) | drawn | dense_kinds(random, config)
+
+
 @of("kolibri1")
 def _kolibri1(random: Random, config: Fields) -> Fields:
     return some_window(random, config) | {
@@ -494,6 +500,7 @@ DEFAULTS: dict[str, Fields] = {
 COMPLEX_ANGLES = ("deepseek_v2", "llama4_text")
 """Families whose rotary angles in transformers are complex numbers of two fp32."""
 PUBLISHED = {
+    "axk1": 518_983_052_288,  # published with a norm that no dense layer uses: 7,168 more
     "bailing_hybrid": 124_414_191_072,
     "cohere2_moe": 190_004_928_512,
     "gpt_oss": 116_829_156_672,

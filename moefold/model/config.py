@@ -55,6 +55,8 @@ class Block(Record):
     norms: Literal["before", "after", "both", "shared"] = "before"
     """Position of norms: before each sublayer, after it, both, or one norm whose output both
     sublayers read (parallel blocks)."""
+    ffn_norms: Literal["before", "after", "both"] | None = None
+    """Position of the feed-forward's norms; None: as ``norms`` says."""
     residual_scale: Positive = 1.0
     """Factor on the output of each sublayer before it is added to the residual."""
     frozen: tuple[str, ...] = ()
@@ -64,11 +66,15 @@ class Block(Record):
     """Multi-token prediction; such blocks come last, and share embedding and head."""
 
     def rules(self) -> Iterator[Violation]:
-        """Refuse norms after sublayers with zero-computation experts, which bypass such a norm."""
+        """Refuse norms after zero-computation experts, which bypass them, and two kinds at once."""
         idle = getattr(getattr(self.ffn, "router", None), "idle_experts", None)
-        if idle is not None and self.norm_positions("ffn")[1]:
+        if self.shares_norm and self.ffn_norms is not None:
+            rule = "must be left out: with norms shared both sublayers have one norm"
+            yield Violation(("ffn_norms",), self.ffn_norms, rule, None)
+        elif idle is not None and self.norm_positions("ffn")[1]:
+            field = "norms" if self.ffn_norms is None else "ffn_norms"
             rule = "must be before or shared: zero-computation experts bypass a norm after them"
-            yield Violation(("norms",), self.norms, rule, "before")
+            yield Violation((field,), getattr(self, field), rule, "before")
 
     @property
     def shares_norm(self) -> bool:
@@ -77,8 +83,9 @@ class Block(Record):
 
     def norm_positions(self, name: str) -> tuple[bool, bool]:
         """Return whether ``attention`` or ``ffn`` has a norm before it, and one after it."""
-        before = self.norms in ("before", "both") or (self.norms, name) == ("shared", "attention")
-        return before, self.norms in ("after", "both")
+        norms = self.ffn_norms if name == "ffn" and self.ffn_norms else self.norms
+        before = norms in ("before", "both") or (norms, name) == ("shared", "attention")
+        return before, norms in ("after", "both")
 
 
 class Stack(Record):
