@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +19,7 @@ from moefold.convert.plan import ImportPlan
 from moefold.convert.source import ConvertError, SafetensorsWeights
 from moefold.model.config import MODEL
 from moefold.model.families.names import JoinedRows, TensorPiece
-from moefold.model.families.registry import families
+from moefold.model.families.registry import families, from_hf
 from tests.cpu.hubs import (
     MODELS,
     decoder_of,
@@ -28,6 +29,7 @@ from tests.cpu.hubs import (
     write_hub,
     write_index,
 )
+from tests.family_draws import draw
 
 Layout = Literal["per_expert", "packed"]
 
@@ -140,6 +142,26 @@ def test_tensors_that_folders_may_lack_are_zeros_and_said(
         assert not any(found.tensors[name].any() for name in biases)
         more = f" and {len(rest)} more"
         assert f"not in the folder, and therefore zeros: {biases[0]}{more}" in found.notes
+
+
+def test_a_released_a_x_k1_has_norms_that_nothing_uses_and_no_selection_bias(
+    tmp_path: Path,
+) -> None:
+    drawn = draw("axk1", Random("released")) | {"model_type": "AXK1"}
+    kinds = ["dense", *["sparse"] * (drawn["num_hidden_layers"] - 1)]
+    decoder = from_hf(drawn | {"mlp_layer_types": kinds}).decoder
+    weights = weights_of(decoder)
+    stored = {n: t for n, t in on_disk(decoder, weights).items() if "_bias" not in n}
+    after = "model.layers.{}.post_mlp_layernorm.weight"
+    assert after.format(1) in stored and after.format(0) not in stored
+    stored[after.format(0)] = torch.ones(decoder.hidden)
+    write_hub(tmp_path, decoder, stored)
+    with import_folder(tmp_path) as found:
+        for name, tensor in found.tensors.items():
+            expected = torch.zeros_like(tensor) if "selection_bias" in name else weights[name]
+            assert same_bits(tensor, expected), name
+        unused = f"norms after dense layers, which do not use them): {after.format(0)}"
+        assert any(unused in note for note in found.left_out)
 
 
 def test_b24_a_packed_tensor_beside_single_experts_is_refused(

@@ -10,7 +10,37 @@ FILES = FOLDERS + "test_b89_what_is_no_file_is_refused_at_once"
 BESIDE = FOLDERS + "test_b89_an_adapter_beside_its_bases_config_is_an_adapter"
 LEFT = FOLDERS + "test_b89_an_adapter_beside_a_model_is_said_wherever_the_folder_is_read"
 
+LACKED = (
+    "tests/cpu/test_convert_import.py::"
+    "test_a_released_a_x_k1_has_norms_that_nothing_uses_and_no_selection_bias"
+)
+OPTIONAL = "tests/cpu/test_convert_import.py::test_tensors_that_folders_may_lack_are_zeros_and_said"
+
 PLANTS = (
+    Plant(
+        "lack",
+        "a tensor that a folder lacks is not a number",
+        OPTIONAL,
+        "convert/importer.py",
+        "torch.nan if self._plan.parts[name] else 0.0",
+        "torch.nan",
+    ),
+    Plant(
+        "lack",
+        "a folder may lack a tensor of one layer alone",
+        OPTIONAL,
+        "convert/plan.py",
+        "if not any(piece.name in present for name in names",
+        "if not all(piece.name in present for name in names",
+    ),
+    Plant(
+        "k1",
+        "a norm after a dense layer is refused",
+        LACKED,
+        "model/families/axk1.py",
+        "if norm and int(norm[1]) in self.shape.dense:",
+        "if norm and int(norm[1]) < 0:",
+    ),
     Plant(
         "b89",
         "bytes of scales are numbers",

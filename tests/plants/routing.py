@@ -23,6 +23,14 @@ B86 = "tests/cpu/test_moe_routers.py::"
 
 PLANTS = (
     Plant(
+        "loop",
+        "weights of experts that were chosen by logits are logits",
+        ROUTER + "test_every_setting_equals_a_plain_loop",
+        "moe/scoring.py",
+        "        weights_TK = score(weights_TK, record)\n",
+        "        weights_TK = weights_TK + 0\n",
+    ),
+    Plant(
         "b12",
         "padding rows choose experts",
         B12_ROUTER,
