@@ -11,7 +11,7 @@ file, L in both.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from moefold.moe.router import Decision
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline import graphs
-from moefold.parallel.pipeline.executor import StepResult
+from moefold.parallel.pipeline.executor import Factors, ScaledLoss, StepExecutor, StepResult
 from moefold.training.config import Routing
 from moefold.training.routing_trace import RoutingError, open_recording, step_files
 
@@ -178,7 +178,7 @@ class ChoiceReader:
         self._chosen = {}
 
 
-def step_executor(state: ShardedState, record: Routing | None) -> Callable[..., Any]:
+def step_executor(state: ShardedState, record: Routing | None) -> StepExecutor:
     """Return the executor of steps for ``layout.graphs`` and ``train.routing``."""
     executor = graphs.build_executor(state)
     if record is None:
@@ -186,8 +186,10 @@ def step_executor(state: ShardedState, record: Routing | None) -> Callable[..., 
     kind = ChoiceWriter if record.record else ChoiceReader
     recorder = kind(Path(record.record or record.replay or ""), state.parts)
 
-    def run(parts: ModelParts, flows: Sequence[Flow], *args: Any) -> StepResult:
-        result = executor(parts, recorder.begin(flows), *args)
+    def run(
+        parts: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
+    ) -> StepResult:
+        result = executor(parts, recorder.begin(flows), factors, loss)
         recorder.end()
         return result
 

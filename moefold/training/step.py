@@ -4,7 +4,7 @@ T rows, D hidden. A step's loss is a sum, such as the cross-entropy of all valid
 their global count, plus each router term weighted by its micro-batch's share of valid rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from moefold.moe.balance import sum_counters
 from moefold.parallel import limits
 from moefold.parallel.apply import build_flow
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.executor import StepResult, run_step
+from moefold.parallel.pipeline.executor import StepExecutor, run_step
 from moefold.training.figures import StepFigures, Totals, reduce_figures, sum_counts
 from moefold.training.losses.base import CROSS_ENTROPY, Objective
 
@@ -26,7 +26,7 @@ def gradients(
     batches: Sequence[MicroBatch],
     loss_chunk: int,
     stop: bool = False,
-    executor: Callable[..., StepResult] = run_step,
+    executor: StepExecutor = run_step,
     objective: Objective = CROSS_ENTROPY,
 ) -> StepFigures:
     """Compute the gradients of a step's loss for every trained parameter; return its metrics.
@@ -64,7 +64,7 @@ def _pass(
     totals: Totals,
     loss_chunk: int,
     stop: bool,
-    executor: Callable[..., StepResult],
+    executor: StepExecutor,
     objective: Objective,
     exact: bool = False,
 ) -> tuple[StepFigures, Tensor | None]:

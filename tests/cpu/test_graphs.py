@@ -97,7 +97,7 @@ def test_b97_passes_in_flight_have_graphs_of_their_own() -> None:
     """Both micro-batches are forward before either goes back."""
     found = Run("partial", schedule="gpipe")
     check(Run("none", schedule="gpipe"), found, 5)
-    assert len(found.executor.keywords["graphs"].passes) == 2
+    assert len(found.executor.graphs.passes) == 2
 
 
 @pytest.mark.parametrize("graphs", BOTH)

@@ -74,7 +74,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
         )
         left = run(*given)
         storages: dict[int, Any] = {}
-        for one in run.keywords["graphs"].passes:
+        for one in run.graphs.passes:
             pairs = ((one.flow.rows, one.flow.piece), *one.flow.shifted_rows)
             rows = [getattr(x, name) for pair in pairs for x in pair if x for name in ROW_TENSORS]
             held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_b31_more_elements_than_31_bits_count() -> None:
     torch.cuda.empty_cache()
 
 
-def on_device(record: Decoder, precision: str, **layout: str) -> DecoderModel:
+def on_device(record: Decoder, precision: str, **layout: Any) -> DecoderModel:
     """Return a model with drawn values, moved to the device as a whole."""
     return model_of(record, precision, **layout).to(DEVICE)
 

@@ -25,7 +25,7 @@ from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel.apply import build_flow
 from moefold.parallel.config import Layout
 from moefold.parallel.pipeline.executor import Factors
-from moefold.parallel.pipeline.graphs import build_executor
+from moefold.parallel.pipeline.graphs import PartialSteps, StepGraphs, build_executor
 from moefold.parallel.pipeline.lanes import Lanes
 from moefold.parallel.pipeline.recording import WARMUP_STEPS
 from moefold.training.step import gradients
@@ -176,9 +176,11 @@ def test_a_step_that_is_replayed_is_the_step(recompute: str | None, by: str) -> 
         weights = [float(p.detach().double().norm()) for p in data.params.values()]
         found.append(figures + weights)
         if graphs == "step":
+            assert isinstance(executor, StepGraphs)
             assert len(executor.recorded) == 1, "steps of one shape are one graph"
         if graphs == "partial":
-            assert len(executor.keywords["graphs"].passes) == 1, "one pass is in flight at once"
+            assert isinstance(executor, PartialSteps)
+            assert len(executor.graphs.passes) == 1, "one pass is in flight at once"
     # Sums of gradients of the embedding are made in another order.
     assert found[1] == pytest.approx(found[0], rel=2e-3)
     assert len({*found[0][:6]}) > 2
@@ -188,6 +190,7 @@ def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
     trial = small_trial()
     data = drawn_state(trial, 1, torch.device("cuda"), Layout(graphs="step"))
     executor = build_executor(data)
+    assert isinstance(executor, StepGraphs)
     for rows in (8, 16):
         other = replace(trial, rows=rows)
         for _ in range(WARMUP_STEPS + 2):
@@ -200,7 +203,7 @@ def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
     factors = Factors(*(torch.ones(n, device="cuda") for n in (1, trial.micro_batches)))
     with pytest.raises(RuntimeError, match="Use graphs: none"):
         flows = [build_flow(data.parts, rows) for rows in drawn_rows(trial)]
-        executor._recorded(data.parts, flows, factors, loss)
+        executor.record_step(data.parts, flows, factors, loss)
 
 
 def test_rows_come_to_the_device_as_they_are(device: torch.device) -> None:

@@ -54,6 +54,10 @@ class StepResult:
     """Micro-batch, layer, and its router terms [N], without gradient."""
 
 
+StepExecutor = Callable[[ModelParts, Sequence[Flow], Factors, ScaledLoss], StepResult]
+"""Runs this rank's part of a step's forward and backward, as :func:`run_step` does."""
+
+
 @dataclass
 class InFlight:
     """State of one micro-batch in one chunk, from F until the last backward action."""

@@ -5,13 +5,17 @@ than it can launch them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any
 
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.executor import Factors, ScaledLoss, StepResult, run_step
+from moefold.parallel.pipeline.executor import (
+    Factors,
+    ScaledLoss,
+    StepExecutor,
+    StepResult,
+    run_step,
+)
 from moefold.parallel.pipeline.partial import PartGraphs
 from moefold.parallel.pipeline.recording import (
     CudaGraphs,
@@ -24,8 +28,8 @@ from moefold.parallel.pipeline.recording import (
 
 def build_executor(
     state: ShardedState, record: Callable[[], GraphRecorder] | None = None
-) -> Callable[..., Any]:
-    """Return the function that runs steps, with the signature of :func:`run_step`.
+) -> StepExecutor:
+    """Return what runs steps, as :func:`run_step` does.
 
     ``layout.graphs`` selects it. ``record`` builds recorders; by default CUDA's, on CUDA devices.
     """
@@ -36,8 +40,21 @@ def build_executor(
         return run_step
     parts.model.recipe.in_place_copies = True
     if parts.layout.graphs == "partial":
-        return partial(run_step, graphs=PartGraphs(state, record))
+        return PartialSteps(PartGraphs(state, record))
     return StepGraphs(state, record)
+
+
+class PartialSteps:
+    """Runs steps of which each part of static shape is a graph."""
+
+    def __init__(self, graphs: PartGraphs) -> None:
+        self.graphs = graphs
+
+    def __call__(
+        self, parts: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
+    ) -> StepResult:
+        """Run a step's forward and backward; the arguments are those of :func:`run_step`."""
+        return run_step(parts, flows, factors, loss, self.graphs)
 
 
 Replay = Callable[[Sequence[Flow], Factors], StepResult]
@@ -66,12 +83,17 @@ class StepGraphs:
         for bucket in self._state.buckets:
             bucket.wait_unshard()  # started by the optimizer step, which is not in the graph
         if key not in self.recorded:
-            self.recorded[key] = self._record_step(parts, flows, factors, loss)
+            self.recorded[key] = self.record_step(parts, flows, factors, loss)
         return self.recorded[key](flows, factors)
 
-    def _record_step(
+    def record_step(
         self, parts: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> Replay:
+        """Record a step; return what replays it on other micro-batches of its shape.
+
+        Raises:
+            RuntimeError: if the step cannot be captured, as where the host reads a device's value.
+        """
         # Copies, since the step's tensors are freed after it.
         own_factors = Factors(*(factor.clone() for factor in factors))
         own_flows = [static_copy(flow) for flow in flows]
