@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from moefold.mesh.config import Sizes
 from moefold.parallel.config import Layout
 from moefold.planner.case import (
-    NO_OFFLOAD,
     Case,
     Recipe,
     StageContents,
@@ -522,7 +521,7 @@ class Search:
             sorted_rows=dispatch in PERMUTING_DISPATCHERS,
         )
         recompute, offload = option
-        policy = LayerPolicy(dispatch, recompute, make_offload(offload) or NO_OFFLOAD)
+        policy = LayerPolicy(dispatch, recompute, make_offload(offload))
         return shape, self._cache[recipe], policy
 
     def _one_batch_case(

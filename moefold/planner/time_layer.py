@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moefold.config.base import Record
+from moefold.layers.config import Offload, OffloadToPages
 from moefold.model.config import Block
 from moefold.planner.curves import (
     attention_seconds,
@@ -92,13 +93,21 @@ class WorkTime:
 
     def add(self, other: "WorkTime", count: float = 1.0) -> None:
         """Add another time, multiplied by ``count``."""
-        for total, added in ((self.forward, other.forward), (self.backward, other.backward)):
-            for name, seconds in added.items():
-                total[name] = total.get(name, 0.0) + seconds * count
+        self.forward = _sum_of(self.forward, other.forward, count)
+        self.backward = _sum_of(self.backward, other.backward, count)
         self.host_forward += other.host_forward * count
         self.host_backward += other.host_backward * count
         self.weights += other.weights * count
         self.experts += other.experts * count
+
+
+def _sum_of(total: dict[str, float], added: dict[str, float], count: float) -> dict[str, float]:
+    """Return seconds by part with others, multiplied by ``count``, added."""
+    if not total:  # as most sums are when they begin
+        return {name: seconds * count for name, seconds in added.items()}
+    for name, seconds in added.items():
+        total[name] = total.get(name, 0.0) + seconds * count
+    return total
 
 
 @memoize(1 << 15)
@@ -118,8 +127,8 @@ def layer_time(block: Block, shape: Shape, setting: KernelSetting, policy: Layer
         forward, backward = context_seconds(sent, attention, shape, setting, policy.context)
         again = forward if policy.recompute & {"block", "attention"} else 0.0
         time.add_part("cp", forward, backward + again)
-    if policy.offload.moves_layers:
-        _add_offload(time, *inputs, policy)
+    if policy.offload is not None and policy.offload.moves_layers:
+        _add_offload(time, *inputs, policy.offload, policy.pages)
     if policy.pages is not None:
         # Rows are copied to pages in forward, and back in backward.
         rows = offload_bytes((sublayer_work(block.ffn, shape),), frozenset({"experts"}))
@@ -270,14 +279,19 @@ drives of 4 GB/s."""
 
 
 def _add_offload(
-    time: WorkTime, block: Block, shape: Shape, setting: KernelSetting, policy: LayerPolicy
+    time: WorkTime,
+    block: Block,
+    shape: Shape,
+    setting: KernelSetting,
+    offload: Offload,
+    pages: OffloadToPages | None,
 ) -> None:
     """Add the cost of offloading to host and disk: memory traffic, and exposed transfers."""
     device = setting.cluster.device
     parts = sublayer_work(block.attention, shape), sublayer_work(block.ffn, shape)
-    host, disk = (offload_bytes(parts, modules) * shape for modules, shape in policy.offload.tiers)
-    if policy.pages is not None:
-        host += offload_bytes(parts, frozenset({"experts"})) * policy.pages.spill
+    host, disk = (offload_bytes(parts, modules) * share for modules, share in offload.tiers)
+    if pages is not None:
+        host += offload_bytes(parts, frozenset({"experts"})) * pages.spill
     host, disk = (size * setting.width / BF16 for size in (host, disk))
     moved = host + disk
     if not moved:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moefold.config.base import Record
 from moefold.layers.config import Context, Offload, OffloadToPages, Ring
 from moefold.mesh.shares import largest_share
-from moefold.planner.case import NO_OFFLOAD, Case, Software, bytes_per_activation
+from moefold.planner.case import Case, Software, bytes_per_activation
 from moefold.planner.curves import Constants, Product, Rates, constants
 from moefold.planner.hardware import Cluster
 from moefold.planner.memoize import memoize
@@ -118,7 +118,7 @@ class LayerPolicy(NamedTuple):
 
     dispatch: str
     recompute: Modules = NOTHING
-    offload: Offload = NO_OFFLOAD
+    offload: Offload | None = None
     context: Context = Ring()
     clones: int = 0
     """Slots per rank for clones of experts."""
@@ -131,12 +131,12 @@ class LayerPolicy(NamedTuple):
         fixed = case.fixed_dispatch
         hops = fixed.rows_per_hop(case.sizes.ep) if fixed else ()
         exchanges = case.context, case.clones, hops
-        return cls(case.dispatch, case.recompute, case.offload, *exchanges)
+        return cls(case.dispatch, case.recompute, case.layout.offload, *exchanges)
 
     @property
     def pages(self) -> OffloadToPages | None:
         """Pages of experts' rows between forward and backward; a whole block recomputes these."""
-        return None if "block" in self.recompute else self.offload.pages
+        return None if self.offload is None or "block" in self.recompute else self.offload.pages
 
 
 @dataclass(frozen=True, eq=False)
