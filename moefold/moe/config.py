@@ -11,6 +11,7 @@ from moefold.config.base import Record
 from moefold.config.errors import REMOVE, Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import FFN, Activation, Size
+from moefold.mesh.shares import divisors
 from moefold.moe.describe import MoeSpec
 from moefold.spec.layer import Weight
 
@@ -156,7 +157,7 @@ class Router(Record):
         if (groups := self.groups) is None:
             return
         if self.experts % groups.count:
-            nearest = max(d for d in range(1, groups.count + 1) if self.experts % d == 0)
+            nearest = max(d for d in divisors(self.experts) if d <= groups.count)
             rule = f"must divide experts ({self.experts})"
             yield Violation(("groups", "count"), groups.count, rule, nearest)
             return
