@@ -100,30 +100,36 @@ def test_an_error_for_people_is_that_of_one_process_whoever_speaks_first(which: 
     assert "rank 0 failed first" in str(caught.value.__cause__)
 
 
-def test_ranks_start_below_a_temporary_folder_of_a_long_name(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def by_command(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A command that trains on two ranks, below a temporary folder of a long name, and says what
+    each of its processes imports.
+    """
+    folder = tmp_path_factory.mktemp("command")
+    temporary = folder / ("n" * 100)
+    temporary.mkdir()
+    run, out = folder / "run.yaml", folder / "out"
+    run.write_text(dump_yaml(raw_run(folder, train={"steps": 3})))
+    words = [sys.executable, "-m", "moefold", "train", run, "--folder", out, "--nproc", "2"]
+    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "TMPDIR": str(temporary)}
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_ranks_start_below_a_temporary_folder_of_a_long_name(
+    by_command: subprocess.CompletedProcess[str],
+) -> None:
     """A path of a socket holds 107 bytes."""
-    folder = tmp_path / ("n" * 100)
-    folder.mkdir()
-    program = "from tests.gloo.test_comm_launch import answer, launch; print(launch(answer, 2, 7))"
-    words = [sys.executable, "-c", program]
-    answered = subprocess.run(
-        words, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True
-    )
-    assert answered.stdout.strip() == "(0, 21, 1)", answered.stderr
+    assert by_command.returncode == 0, by_command.stderr[-3000:]
 
 
-def test_ranks_import_nothing_that_they_could_share(tmp_path: Path) -> None:
+def test_ranks_import_nothing_that_they_could_share(
+    by_command: subprocess.CompletedProcess[str],
+) -> None:
     """Four would take seconds for it at each start: the launcher imports, and what they fork from.
 
     And the compiler, another second, is not there for a run that does not recompute.
     """
-    run, out = tmp_path / "run.yaml", tmp_path / "out"
-    run.write_text(dump_yaml(raw_run(tmp_path, train={"steps": 3})))
-    words = [sys.executable, "-m", "moefold", "train", run, "--folder", out, "--nproc", "2"]
-    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
-    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    times = Counter(re.findall(r"^import time: .*\| +(\S+)$", ended.stderr, re.MULTILINE))
+    times = Counter(re.findall(r"^import time: .*\| +(\S+)$", by_command.stderr, re.MULTILINE))
     ours = {name: count for name, count in times.items() if name.startswith("moefold.")}
     assert len(ours) > 200
     assert not {name for name, count in ours.items() if count > 2}

@@ -30,7 +30,7 @@ PRODUCTS = {
     "moefold.kernels.grouped.fused:_product",
     "moefold.kernels.grouped.fused:_weight_gradient",
 }
-F32, T = torch.float32, 64
+F32, T = torch.float32, 16
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -9,7 +9,7 @@ from moefold.kernels.rope import fused
 from moefold.kernels.rope.rotate import expand, rotate
 from tests.triton.values import DTYPES, assert_rounded, watched
 
-SIZES = ((0, 2, 0, 4), (1, 1, 0, 3), (7, 3, 0, 20), (19, 4, 6, 4), (5, 3, 128, 32))
+SIZES = ((0, 2, 0, 4), (1, 1, 0, 3), (7, 3, 0, 20), (9, 4, 6, 4), (3, 2, 128, 32))
 LAYOUTS = ("half", "interleaved")
 
 
@@ -50,7 +50,7 @@ def test_b41_turned_heads_are_those_of_fp64(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "size", ((0, 2, 4, 3, 2), (1, 1, 1, 1, 1), (9, 3, 5, 6, 4), (2, 40, 128, 128, 32)), ids=str
+    "size", ((0, 2, 4, 3, 2), (1, 1, 1, 1, 1), (9, 3, 5, 6, 4), (2, 10, 128, 128, 32)), ids=str
 )
 def test_b41_keys_and_values_of_latents_are_those_of_fp64(
     size: tuple[int, ...], layout: str, dtype: torch.dtype

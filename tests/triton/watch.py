@@ -59,6 +59,8 @@ class Watch:
         self.atomics = False
         self.program, self.loads, self.stores, self.launches = 0, 0, 0, 0
         self._shadows: dict[int, Shadow] = {}
+        self._starts = np.empty(0, np.uint64)
+        """Where their storages begin, in order."""
         self._cells: list[tuple[int, ...]] = []
 
     def __enter__(self) -> "Watch":
@@ -89,6 +91,7 @@ class Watch:
             start = tensor.untyped_storage().data_ptr()
             shadow = self._shadows.setdefault(start, Shadow(tensor))
             shadow.given[_bytes_of(tensor)] = True
+        self._starts = np.array(sorted(self._shadows), np.uint64)
 
     def draw(self, grid: tuple[int, ...]) -> None:
         """Draw the order of the programs of a grid."""
@@ -109,7 +112,7 @@ class Watch:
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         shape = np.broadcast_shapes(pointers.data.shape, mask.data.shape)
         at = np.broadcast_to(pointers.data, shape)[np.broadcast_to(mask.data, shape)]
-        if kind == "store" and np.unique(at).size != at.size:
+        if kind == "store" and _repeats(at):
             raise Race("one store writes an element twice")
         self.atomics |= kind == "atomic"
         self.loads += at.size * size * (kind != "store")
@@ -118,13 +121,16 @@ class Watch:
             self._mark(shadow, (first[:, None] + np.arange(size)).reshape(-1), kind)
 
     def _found(self, at: np.ndarray, size: int, kind: str) -> Iterator[tuple[Shadow, np.ndarray]]:
-        starts = np.array(sorted(self._shadows), np.uint64)
-        owner = np.searchsorted(starts, at, side="right").astype(np.int64) - 1
-        for index in np.unique(owner):
+        owner = np.searchsorted(self._starts, at, side="right").astype(np.int64) - 1
+        # Most accesses are to one storage.
+        alone = owner.size and owner.min() == owner.max()
+        for index in owner[:1] if alone else np.unique(owner):
             if index < 0:
                 raise MemoryFault(f"{kind} before every argument")
-            shadow = self._shadows[int(starts[index])]
-            first = (at[owner == index] - starts[index]).astype(np.int64)
+            start = self._starts[index]
+            shadow = self._shadows[int(start)]
+            mine = at if alone else at[owner == index]
+            first = (mine - start).astype(np.int64)
             if (first % size).any():
                 raise MemoryFault(f"{kind} of half an element of {shadow.name}")
             end = shadow.storage.nbytes()
@@ -138,21 +144,35 @@ class Watch:
         reads, writes = kind == "load", kind == "store"
         others = [shadow.writer[at], shadow.reader[at]] if kind != "load" else [shadow.writer[at]]
         # Atomics of several programs on one element are no race; with anything else they are.
-        mine = (self.program, NOBODY) + ((SEVERAL,) if kind == "atomic" else ())
         if kind == "atomic":
             others = others[1:]
         for who in others:
-            if not np.isin(who, mine).all():
+            free = self._free(who)
+            if kind == "atomic":
+                free |= who == SEVERAL
+            if not free.all():
                 raise Race(f"a {kind} of {shadow.name} in which another program has a part")
         if reads:
             seen = shadow.reader[at]
-            shadow.reader[at] = np.where(np.isin(seen, mine), self.program, SEVERAL)
+            shadow.reader[at] = np.where(self._free(seen), self.program, SEVERAL)
         elif writes:
             shadow.writer[at] = self.program
         else:
             shadow.writer[at] = SEVERAL
-        shadow.loaded[at] |= not writes
-        shadow.stored[at] |= not reads
+        if not writes:
+            shadow.loaded[at] = True
+        if not reads:
+            shadow.stored[at] = True
+
+    def _free(self, who: np.ndarray) -> np.ndarray:
+        """Return which of some bytes no program but the running one has touched."""
+        return (who == self.program) | (who == NOBODY)
+
+
+def _repeats(at: np.ndarray) -> bool:
+    """Return whether an address is there twice; those in order are compared with the next alone."""
+    ascending = (at[1:] > at[:-1]).all()
+    return not ascending and np.unique(at).size != at.size
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
