@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,8 +201,13 @@ def full_disk(pid: int) -> Iterator[None]:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-def run_of(ranks: int) -> Run:
-    """Return the tiny recipe in fp64, in the layout for so many ranks; it ends when told to."""
+def run_of(ranks: int, *more: str) -> Run:
+    """Return the tiny recipe in fp64, in the layout for so many ranks; it ends when told to.
+
+    Args:
+        ranks: how many.
+        more: changes on top, as on the command line.
+    """
     changes = {
         "train.precision": "fp64",
         "train.steps": LAST,
@@ -214,14 +219,19 @@ def run_of(ranks: int) -> Run:
         "watch.progress.style": '"off"',
         "watch.checkpoint": "{every: 10, keep: 2}",
     }
-    return load_run("tiny", [f"{key}={value}" for key, value in changes.items()])
+    return load_run("tiny", [*(f"{key}={value}" for key, value in changes.items()), *more])
 
 
 def trained(
-    folder: Path, ranks: int, until: int | None = None, injector: "Injector | None" = None
+    folder: Path,
+    ranks: int,
+    until: int | None = None,
+    injector: "Injector | None" = None,
+    changes: Sequence[str] = (),
 ) -> History:
     """Train in a folder, to a step or until an injector ends it; return what the run wrote."""
-    run, notes = run_of(ranks), folder / "notes"
+    run = run_of(ranks, *changes)
+    notes = folder / "notes"
     notes.mkdir(parents=True, exist_ok=True)
     prepare(run.data, folder / ".prepared")
     if injector is not None:

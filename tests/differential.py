@@ -273,9 +273,12 @@ class Reference:
         self.tools = json.loads(tools) if isinstance(tools, str) else tools
         self.marked = "generation %}" in self.template
         self.answers = [n for n, m in enumerate(self.given) if m["role"] == "assistant"]
+        self.texts: dict[tuple[int, bool], str] = {}
 
     def text(self, count: int, prompt: bool = False) -> str:
         """Return the text of the first messages; raises what the template raises."""
+        if (count, prompt) in self.texts:
+            return self.texts[count, prompt]
         texts, _ = render_jinja_template(
             [self.messages[:count]],
             tools=self.tools,
@@ -283,6 +286,7 @@ class Reference:
             add_generation_prompt=prompt,
             **self.tokenizer.special_tokens_map,
         )
+        self.texts[count, prompt] = texts[0]
         return texts[0]
 
     def fails(self) -> bool:

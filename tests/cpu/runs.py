@@ -1,5 +1,6 @@
 """Tiny runs on a tiny corpus, for tests of the loop."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ def corpus(folder: Path, documents: int = 12) -> Path:
     return folder / "*.txt"
 
 
+def own_data(folder: Path) -> list[str]:
+    """Return overrides that let a recipe train on a tiny corpus: to prepare its own takes longer
+    than to train on it.
+    """
+    source = {"source": "text", "files": [str(corpus(folder / "corpus"))], "holdout": 0.2}
+    return [f"data.train={json.dumps([source])}", "data.tokenizer={kind: bpe, vocab: 300}"]
+
+
 def raw_run(folder: Path, **changes: Any) -> dict[str, Any]:
     """Return a run's raw data; ``changes`` replace top-level parts, or keys inside them."""
     source = {"source": "text", "files": [str(corpus(folder / "corpus"))], "holdout": 0.2}
@@ -45,7 +54,13 @@ def raw_run(folder: Path, **changes: Any) -> dict[str, Any]:
         "data": {"seq": 16, "tokenizer": {"kind": "bpe", "vocab": 300}, "train": [source]},
         "optim": {"kind": "adamw", "lr": 0.01, "schedule_lr": {"kind": "wsd", "warmup": 2}},
         "train": {"steps": 8, "batch": 4, "micro_batch": 2, "precision": "fp32"},
-        "watch": {"evaluate": None, "checkpoint": {"every": None}},
+        # What is drawn at a run's end takes longer than its steps: tests of it ask for it.
+        "watch": {
+            "evaluate": None,
+            "plots": None,
+            "experts_page": None,
+            "checkpoint": {"every": None},
+        },
     }
     for key, value in changes.items():
         held = raw.get(key)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moefold.training.distributed import MESSAGES
+from tests.cpu.runs import own_data
 
 ROOT = Path(__file__).parents[2]
 MARK = "MOEFOLD_TEST_INTERRUPT"
@@ -118,7 +119,8 @@ def terminals() -> Iterator[list[Terminal]]:
 def test_the_first_is_answered_within_the_step_and_the_second_ends_it(
     tmp_path: Path, terminals: list[Terminal], ranks: int
 ) -> None:
-    shown = Terminal(tmp_path, "train", "tiny", "--nproc", str(ranks), "--folder", "out", *LONG)
+    many = ("--nproc", str(ranks), "--folder", "out", *own_data(tmp_path))
+    shown = Terminal(tmp_path, "train", "tiny", *many, *LONG)
     terminals.append(shown)
     shown.until_said("╰")
     time.sleep(0.5)  # of the banner, until the loop hears: what comes before ends the start
@@ -138,7 +140,7 @@ def test_an_interrupt_while_ranks_start_is_one_line(
     tmp_path: Path, terminals: list[Terminal], count: int
 ) -> None:
     """From the server that ranks fork from, the third process, to the last of four ranks."""
-    shown = Terminal(tmp_path, "train", "tiny", "--nproc", "4", *LONG)
+    shown = Terminal(tmp_path, "train", "tiny", "--nproc", "4", *own_data(tmp_path), *LONG)
     terminals.append(shown)
     shown.until_there(count)
     shown.interrupt()

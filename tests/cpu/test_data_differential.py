@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.differential import FOLDERS, MARKED, NAMES, PAIRS, outcomes
 from tests.differential_texts import KINDS, text_outcomes
 
-COUNT = 60
+COUNT = 40
 
 
 def test_drawn_conversations_are_the_references_or_refused_for_a_reason(tmp_path: Path) -> None:

@@ -1,26 +1,28 @@
-"""Four seconds of what ``make chaos`` does for an hour: each kind of fault, on four ranks."""
+"""Seconds of what ``make chaos`` does for an hour: each kind of fault, on four ranks."""
 
 from pathlib import Path
 
 import pytest
 from fault_injection import Fire, Injector, measured, same, trained
 
+from tests.cpu.runs import own_data
 from tests.gloo.harness import one_at_a_time
 
 RANKS = 4
-FIRE = Fire(seconds=4.0, every_s=0.5)
+FIRE = Fire(seconds=1.5, every_s=0.2)
 
 
 @pytest.mark.slow
 def test_b26_b27_a_run_under_fire_is_the_run_in_peace(tmp_path: Path) -> None:
     fire, peace = tmp_path / "fire", tmp_path / "peace"
+    data = own_data(tmp_path)
     with one_at_a_time():
         injector = Injector(fire, RANKS, FIRE)
-        ours = trained(fire, RANKS, injector=injector)
+        ours = trained(fire, RANKS, injector=injector, changes=data)
         injector.join(60)
         peace.mkdir()
         (peace / ".prepared").symlink_to(fire / ".prepared")
-        trained(peace, RANKS, until=len(ours.lines))
+        trained(peace, RANKS, until=len(ours.lines), changes=data)
     assert not injector.error
     found = measured(ours, injector.made)
     lost = [fault for fault in injector.made if fault["kind"] not in {"full", "slow", "stop"}]
