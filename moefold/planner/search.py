@@ -60,6 +60,7 @@ from moefold.planner.time_work import (
     KernelSetting,
     LayerPolicy,
     build_setting,
+    work_shape,
 )
 from moefold.planner.untrained import AbsentLayer, make_block
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
@@ -420,10 +421,9 @@ class Search:
         grids = depth.grids
         pp = depth.pp
         key = ("data", depth.grids, depth.pp, depth.zero)
-        inputs = self._layer_inputs(grids, "local")
-        rates = inputs[1].rates
+        rates = self._setting(grids.recipe).rates
         if key not in self._cache:
-            passes = PassTime(self.task.decoder, *inputs)
+            passes = PassTime(self.task.decoder, *self._layer_inputs(grids, "local"))
             contents = self.all_layers
             share = 1.0
             if pp > 1:
@@ -446,7 +446,7 @@ class Search:
 
     def _fixed_seconds(self, grids: Grids, host_share: float) -> float:
         """Return a lower bound of seconds outside layers, including updates on the host."""
-        step = self._layer_inputs(grids, "local")[1].rates.step_s
+        step = self._setting(grids.recipe).rates.step_s
         return step + host_share * self.num_parameters / self.foldings.world / HOST_ADAM_RATE
 
     # --------------------------------------------------------------------------- memory
@@ -503,26 +503,22 @@ class Search:
     def _layer_inputs(
         self, grids: Grids, dispatch: str, option: RecomputeOffload = NO_RECOMPUTE_OFFLOAD
     ) -> tuple[Shape, KernelSetting, LayerPolicy]:
-        """Return the inputs of a layer's time; settings are cached by format."""
+        """Return the inputs of a layer's time."""
         task = self.task
-        recipe = grids.recipe
-        if recipe not in self._cache:
-            options = task.number_formats.recipe_options
-            self._cache[recipe] = build_setting(task.cluster, task.software, recipe, options)
-        shape = Shape(
-            hidden=task.decoder.hidden,
-            rows=grids.micro_batch * task.seq // (grids.tp * grids.cp),
-            seq=task.seq,
-            tp=grids.tp,
-            cp=grids.cp,
-            ep=grids.ep,
-            etp=grids.etp,
-            load=task.load,
-            sorted_rows=dispatch in PERMUTING_DISPATCHERS,
+        shape = work_shape(
+            task.decoder.hidden, task.seq, grids.micro_batch, grids, task.load, dispatch
         )
         recompute, offload = option
         policy = LayerPolicy(dispatch, recompute, make_offload(offload))
-        return shape, self._cache[recipe], policy
+        return shape, self._setting(grids.recipe), policy
+
+    def _setting(self, recipe: Recipe) -> KernelSetting:
+        """Return the setting of kernels, cached by format."""
+        if recipe not in self._cache:
+            task = self.task
+            options = task.number_formats.recipe_options
+            self._cache[recipe] = build_setting(task.cluster, task.software, recipe, options)
+        return self._cache[recipe]
 
     def _one_batch_case(
         self, grids: Grids, pp: int = 1, zero: int = 1, host_share: float = 0.0

@@ -131,7 +131,7 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     setting = build_setting(case.cluster, software, *products, constants)
     rates = setting.rates
     m = case.num_micro_batches
-    passes = PassTime(case.decoder, work_shape(case), setting, LayerPolicy.of(case))
+    passes = PassTime(case.decoder, case_shape(case), setting, LayerPolicy.of(case))
     work = [passes.layers_time(stage) for stage in case.contents.ranks]
     ranks = [passes.micro_batch_time(time, software.overlaps.ep) for time in work]
     slow = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
@@ -167,6 +167,13 @@ class MicroBatchTime(NamedTuple):
     def seconds(self) -> float:
         """Seconds of forward and backward."""
         return self.forward + self.backward
+
+
+def case_shape(case: Case) -> Shape:
+    """Return the shape that decides the time of a case's layers."""
+    return work_shape(
+        case.decoder.hidden, case.seq, case.micro_batch, case.sizes, case.load, case.dispatch
+    )
 
 
 class PassTime:

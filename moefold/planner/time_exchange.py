@@ -22,7 +22,7 @@ from moefold.spec.layer import (
 )
 
 CODED_ROW_BYTES = 1 + 1 / 32
-"""Bytes per element of rows sent as codes: 128 shape an fp32 scale, or 32 a scale of one byte."""
+"""Bytes per element of rows sent as codes: 128 share an fp32 scale, or 32 a scale of one byte."""
 EXCHANGE_SM_COST = 0.2
 """Slowdown of products, relative to the time of a concurrent exchange: DeepEP with 20 SMs (arXiv
 2603.07685)."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from moefold.config.base import Record
 from moefold.layers.config import Context, Offload, OffloadToPages, Ring
@@ -83,21 +83,54 @@ class Work:
         return inputs, sum(product.m * product.n * product.count for product in self.products)
 
 
-def work_shape(case: Case) -> Shape:
-    """Return the shape that decides the time of a case's layers: that of an even split of rows, as
-    loads and room are counted where rows are exchanged.
+class RankGrid(Protocol):
+    """Sizes of the axes that divide a layer."""
+
+    @property
+    def tp(self) -> int:
+        """Ranks of tensor parallelism."""
+        ...
+
+    @property
+    def cp(self) -> int:
+        """Ranks of context parallelism."""
+        ...
+
+    @property
+    def ep(self) -> int:
+        """Ranks of expert parallelism."""
+        ...
+
+    @property
+    def etp(self) -> int:
+        """Ranks of tensor parallelism within experts."""
+        ...
+
+
+def work_shape(
+    hidden: int, seq: int, micro_batch: int, grid: RankGrid, load: float, dispatch: str
+) -> Shape:
+    """Return the shape that decides the time of layers: that of an even split of rows, as loads and
+    room are counted where rows are exchanged.
+
+    Args:
+        hidden: width of the rows.
+        seq: tokens of a sequence.
+        micro_batch: sequences of a micro-batch.
+        grid: the sizes that divide it.
+        load: rows of the fullest expert rank over the mean.
+        dispatch: the kind of dispatcher.
     """
-    sizes = case.sizes
     return Shape(
-        hidden=case.decoder.hidden,
-        rows=case.rows,
-        seq=case.seq,
-        tp=sizes.tp,
-        cp=sizes.cp,
-        ep=sizes.ep,
-        etp=sizes.etp,
-        load=case.load,
-        sorted_rows=case.dispatch in PERMUTING_DISPATCHERS,
+        hidden=hidden,
+        rows=micro_batch * seq // (grid.tp * grid.cp),
+        seq=seq,
+        tp=grid.tp,
+        cp=grid.cp,
+        ep=grid.ep,
+        etp=grid.etp,
+        load=load,
+        sorted_rows=dispatch in PERMUTING_DISPATCHERS,
     )
 
 

@@ -140,12 +140,13 @@ class Trainer:
         self.rank_zero = RankZeroRunner(self.world, self)
         self.lock = FolderLock(self.folder, run.name)
         cache = cache or self.folder.parent / ".prepared"
-        self._claim_folder(is_dry=scratch is not None)
+        is_dry = scratch is not None
+        self._claim_folder(is_dry)
         try:
             with explaining_oom(run, self.world):
                 self._open_data(Path(cache), on_progress, scratch)
-                self._build_parts(is_dry=scratch is not None)
-                self._restore(is_dry=scratch is not None)
+                self._build_parts(is_dry)
+                self._restore(is_dry)
         except BaseException:
             self.lock.release()  # held by rank 0 only
             raise

@@ -42,13 +42,14 @@ from moefold.planner.network import (
 from moefold.planner.search_space import SCHEDULES
 from moefold.planner.time import (
     PassTime,
+    case_shape,
     estimate_time,
     idle_micro_batches,
     model_flops,
     pipeline_seconds,
 )
 from moefold.planner.time_layer import layer_time
-from moefold.planner.time_work import LayerPolicy, build_setting, sublayer_work, work_shape
+from moefold.planner.time_work import LayerPolicy, build_setting, sublayer_work
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
@@ -377,7 +378,7 @@ def test_what_copies_exchange_hides_where_passes_run_beside_it():
 def test_losses_on_further_tokens_read_one_head():
     one = case()
     setting = build_setting(one.cluster, one.software, "bf16", frozenset())
-    made = PassTime(QWEN3_30B, work_shape(one), setting, LayerPolicy.of(one))
+    made = PassTime(QWEN3_30B, case_shape(one), setting, LayerPolicy.of(one))
     alone, further = (
         made.layers_time(StageContents((), more, False, True)).weights for more in (0, 1)
     )
