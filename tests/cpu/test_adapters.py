@@ -79,7 +79,7 @@ def whole(record: Decoder, model: DecoderModel) -> DecoderModel:
 
 
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
-def test_b61_adapters_compute_what_their_merged_weights_do(attention: Any) -> None:
+def test_adapters_compute_what_their_merged_weights_do(attention: Any) -> None:
     record = decoder(attention)
     model = adapted(record)
     plain = whole(record, model)
@@ -110,7 +110,7 @@ def test_b61_adapters_compute_what_their_merged_weights_do(attention: Any) -> No
     assert seen == sum(w.name.endswith(LORA_A) for w in model_weights(model.record)) > 8
 
 
-def test_b61_gradients_are_those_of_what_dropout_left() -> None:
+def test_gradients_are_those_of_what_dropout_left() -> None:
     """Along a random direction, of all adapters; evaluation leaves nothing out."""
     record = decoder(GQA, Dense(width=24), moe(balance=()))
     model = adapted(record, LORA.model_copy(update={"dropout": 0.25}))
@@ -240,7 +240,7 @@ def test_a_run_trains_its_adapters_alone(tmp_path: Path) -> None:
             assert torch.equal(before[name], parameter) != ("_lora_" in name), name
 
 
-def test_b61_a_folder_is_tuned_and_goes_out_with_its_adapters_in_it(tmp_path: Path) -> None:
+def test_a_folder_is_tuned_and_goes_out_with_its_adapters_in_it(tmp_path: Path) -> None:
     asked = {"kind": "lora", "rank": 4, "targets": ["all", "router", "head"]}
     with job_of(tmp_path, "base") as job:
         job.save()

@@ -94,7 +94,7 @@ OF_PEFT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", OF_PEFT)
-def test_b78_adapters_give_the_logits_of_pefts_merged_model(case: str, tmp_path: Path) -> None:
+def test_adapters_give_the_logits_of_pefts_merged_model(case: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs the package peft")
     family, sizes, settings = OF_PEFT[case]
     model = base_of(family, tmp_path / "base", **sizes)
@@ -182,7 +182,7 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("case", LINEAR)
-def test_b78_linear_layers_of_experts_are_merged(case: str, tmp_path: Path) -> None:
+def test_linear_layers_of_experts_are_merged(case: str, tmp_path: Path) -> None:
     """As the sums of weights; and where PEFT converts such adapters itself, with its logits."""
     base = tmp_path / "base"
     # PEFT converts adapters of experts, and loses those of dense feed-forwards beside them.

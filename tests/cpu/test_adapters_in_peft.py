@@ -47,7 +47,7 @@ def logits_of(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return found, model(IDS).logits
 
 
-def test_b78_the_adapter_of_a_run_gives_its_logits_in_peft(tmp_path: Path) -> None:
+def test_the_adapter_of_a_run_gives_its_logits_in_peft(tmp_path: Path) -> None:
     with tuned(tmp_path, "out", LORA, train={"steps": 3}) as job:
         job.train()
         trained = job.model.logits(IDS)
@@ -76,9 +76,7 @@ def drawn_adapters(decoder: Decoder) -> tuple[dict[str, LowRank], dict[str, torc
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
-def test_b78_adapters_of_each_family_give_the_same_logits_in_peft(
-    family: str, tmp_path: Path
-) -> None:
+def test_adapters_of_each_family_give_the_same_logits_in_peft(family: str, tmp_path: Path) -> None:
     """And what PEFT saves of them has the same bits."""
     base, alone = tmp_path / "base", tmp_path / "alone"
     reference(family, draw(family, Random(f"peft {family}")), 6).save_pretrained(base)

@@ -68,7 +68,7 @@ def base_model() -> DecoderModel:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_b78_an_adapter_of_peft_gives_its_logits(kind: str) -> None:
+def test_an_adapter_of_peft_gives_its_logits(kind: str) -> None:
     base = base_model()
     with stored(PEFT / kind) as held:
         model = DecoderModel(adapted(base.record, held.peft.adapters), "fp64")
@@ -83,7 +83,7 @@ def test_b78_an_adapter_of_peft_gives_its_logits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_b78_adapters_go_to_peft_bit_for_bit(kind: str, tmp_path: Path) -> None:
+def test_adapters_go_to_peft_bit_for_bit(kind: str, tmp_path: Path) -> None:
     decoder = base_model().record
     with stored(PEFT / kind) as held:
         write_adapter(decoder, held.peft.adapters, held, tmp_path / "out", ("base", "id"))
@@ -149,7 +149,7 @@ def based(tmp_path: Path, kind: str, seed_of: int = 0) -> Path:
     return tmp_path / "adapter"
 
 
-def test_b78_an_adapters_folder_is_its_base_and_the_scaled_product_in_it(tmp_path: Path) -> None:
+def test_an_adapters_folder_is_its_base_and_the_scaled_product_in_it(tmp_path: Path) -> None:
     folder = based(tmp_path, "whole")
     raw = load_file(folder / TENSORS)
     with import_folder(tmp_path / "base") as base, import_folder(folder) as found:
@@ -241,7 +241,7 @@ def tuned(tmp_path: Path, out: str, adapter: Mapping[str, Any], **changes: Any) 
     return Trainer(load(Run, raw).record, tmp_path / out, cache=tmp_path / "prepared")
 
 
-def test_b78_a_runs_adapter_goes_out_alone_and_others_begin_as_it(tmp_path: Path) -> None:
+def test_a_runs_adapter_goes_out_alone_and_others_begin_as_it(tmp_path: Path) -> None:
     with tuned(tmp_path, "out", LORA, train={"steps": 3}) as job:
         with pytest.raises(ValueError, match="moefold export, with --merged"):
             list(api.export_stream(job))
@@ -259,7 +259,7 @@ def test_b78_a_runs_adapter_goes_out_alone_and_others_begin_as_it(tmp_path: Path
                 assert same_bits(parameter.detach(), held[name]), name
 
 
-def test_b78_adapters_of_another_base_rank_or_target_are_refused(tmp_path: Path) -> None:
+def test_adapters_of_another_base_rank_or_target_are_refused(tmp_path: Path) -> None:
     with tuned(tmp_path, "out", LORA, train={"steps": 3}) as job:
         job.train()
     api.export(tmp_path / "out", tmp_path / "alone")

@@ -1,4 +1,4 @@
-"""B26: whatever a run keeps between two steps is in its checkpoint, known to anyone or not.
+"""Whatever a run keeps between two steps is in its checkpoint, known to anyone or not.
 
 A run takes steps, saves, and is opened anew. All that can be reached from model, optimizer and
 progress, in any attribute, must then be what it was, unless it starts anew with each step.
@@ -111,7 +111,7 @@ def differ(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("model", [{}, BIASED])
-def test_b26_all_that_is_kept_between_steps_is_saved(
+def test_all_that_is_kept_between_steps_is_saved(
     tmp_path: Path, kind: str, model: dict[str, Any]
 ) -> None:
     optim = {"kind": kind, "lr": 0.01, "schedule_lr": {"kind": "wsd", "warmup": 2}}

@@ -287,7 +287,7 @@ def test_equal_states_give_equal_files_and_other_states_other_ones(tmp_path: Pat
 
 
 def test_the_second_save_holds_the_second_state(tmp_path: Path) -> None:
-    """B26: a saver that keeps the first step's bytes writes them again."""
+    """A saver that keeps the first step's bytes writes them again."""
     weight = torch.zeros(5)
     first = save(tmp_path, 1, {"w": weight}, {})
     weight += 1

@@ -57,7 +57,7 @@ def asked(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def test_b73_answers_are_those_of_transformers_and_stop_at_any_end(
+def test_answers_are_those_of_transformers_and_stop_at_any_end(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Several prompts in one pass, each as alone; settings are those of the folder."""

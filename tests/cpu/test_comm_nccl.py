@@ -42,13 +42,13 @@ def test_no_rank_waits_in_vain(trial: Trial) -> None:
     tried(trial)
 
 
-def test_b41_a_pipeline_warms_up() -> None:
+def test_a_pipeline_warms_up() -> None:
     for stages in (2, 3, 4, 5):
         tried(Trial("opened", stages, start, (f"pp{stages}", "meta"), "meta"))
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb_h1", "interleaved"])
-def test_b41_both_directions_of_a_pipeline_pass(kind: str) -> None:
+def test_both_directions_of_a_pipeline_pass(kind: str) -> None:
     tried(Trial(kind, 2, train, (Case("pp2", kind, "tied", 4),)))
 
 
@@ -81,7 +81,7 @@ def test_bulk_of_the_same_ranks_has_a_communicator_apart() -> None:
     assert [len(communicators) for communicators in made.values()] == [2] * 4, made[0]
 
 
-def test_b41_nccl_is_told_what_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_told_what_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options(SimpleNamespace):
         def __init__(self, is_high_priority_stream: bool) -> None:
             super().__init__(first=is_high_priority_stream, config=SimpleNamespace())

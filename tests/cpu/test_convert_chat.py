@@ -49,7 +49,7 @@ def drawn_folder(folder: Path, number: int) -> Path:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_b72_template_settings_and_end_tokens_come_back(tmp_path: Path, number: int) -> None:
+def test_template_settings_and_end_tokens_come_back(tmp_path: Path, number: int) -> None:
     folder = drawn_folder(tmp_path / "theirs", number)
     assert main(["import", str(folder), str(tmp_path / "imported")]) == 0
     raw = raw_run(tmp_path, train={"steps": 3})
@@ -90,7 +90,7 @@ def same_for_transformers(folder: Path, back: Path) -> None:
     assert settings[0] == settings[1]
 
 
-def test_b72_all_end_tokens_are_known_and_no_start_is_invented(tmp_path: Path) -> None:
+def test_all_end_tokens_are_known_and_no_start_is_invented(tmp_path: Path) -> None:
     folder = drawn_folder(tmp_path / "theirs", 0)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, IM_END]}))
     assert main(["import", str(folder), str(tmp_path / "imported")]) == 0

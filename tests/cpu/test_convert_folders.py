@@ -53,7 +53,7 @@ COMMANDS = ("import", "sample", "grow", "train")
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_b89_weights_that_are_no_numbers_are_refused(
+def test_weights_that_are_no_numbers_are_refused(
     hub: Path, value: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = load_file(hub / "model.safetensors")
@@ -97,7 +97,7 @@ def device(path: Path) -> None:
     [(pipe, "named pipe"), (unix_socket, "socket"), (device, "device"), (Path.mkdir, "folder")],
 )
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "index"])
-def test_b89_what_is_no_file_is_refused_at_once(
+def test_what_is_no_file_is_refused_at_once(
     hub: Path,
     file: str,
     make: Callable[[Path], None],
@@ -157,7 +157,7 @@ def drawn_scales(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("ending", ["weight_scale_inv", "weight_scale", "scale"])
 @pytest.mark.parametrize("form", SCALES)
-def test_b89_scales_of_each_form_multiply_as_in_transformers(
+def test_scales_of_each_form_multiply_as_in_transformers(
     form: str, ending: str, tmp_path: Path
 ) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -185,7 +185,7 @@ def test_b89_scales_of_each_form_multiply_as_in_transformers(
 
 
 @pytest.mark.parametrize("shape", [[4, 2, 4], [4, 1, 1], [4], [4, 12, 1], [1]])
-def test_b89_scales_of_packed_experts_multiply(shape: list[int], tmp_path: Path) -> None:
+def test_scales_of_packed_experts_multiply(shape: list[int], tmp_path: Path) -> None:
     decoder = decoder_of("qwen3_moe")
     stored = on_disk(decoder, weights_of(decoder), "packed")
     name = "model.layers.0.mlp.experts.gate_up_proj"
@@ -299,7 +299,7 @@ def adapter(hub: Path) -> Path:
 
 
 @pytest.mark.parametrize("beside", [(), ("optimizer.pt", "training_args.bin", "scheduler.pt")])
-def test_b89_an_adapter_beside_its_bases_config_is_an_adapter(
+def test_an_adapter_beside_its_bases_config_is_an_adapter(
     adapter: Path, hub: Path, beside: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with import_folder(adapter) as found:
@@ -314,7 +314,7 @@ def test_b89_an_adapter_beside_its_bases_config_is_an_adapter(
     assert f"name its base model: moefold train {hub}" in capsys.readouterr().err
 
 
-def test_b89_an_adapter_beside_a_model_is_said_wherever_the_folder_is_read(
+def test_an_adapter_beside_a_model_is_said_wherever_the_folder_is_read(
     adapter: Path, hub: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with import_folder(hub) as found:

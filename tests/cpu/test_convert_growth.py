@@ -88,7 +88,7 @@ def refused(capsys: Any, *words: Any) -> str:
         ("Qwen3", {"head_dim": 16}, 3),
     ],
 )
-def test_b85_an_upcycled_model_is_its_dense_one(
+def test_an_upcycled_model_is_its_dense_one(
     tmp_path: Path, capsys: Any, kind: str, more: dict[str, Any], shards: int
 ) -> None:
     """Whatever is chosen; 3 is no power of two, which weights in fp32 round."""
@@ -159,7 +159,7 @@ def check_family(folder: Path, capsys: Any, family: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text", "deepseek_v3"])
-def test_b85_a_mixture_grows_into_one_that_computes_the_same(
+def test_a_mixture_grows_into_one_that_computes_the_same(
     tmp_path: Path, capsys: Any, family: str, way: str
 ) -> None:
     check_family(tmp_path, capsys, family, way)

@@ -63,7 +63,7 @@ def problems(folder: Path) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["per_expert", "packed"])
 @pytest.mark.parametrize("family", MODELS)
-def test_b24_every_tensor_arrives_exactly_from_both_layouts(
+def test_every_tensor_arrives_exactly_from_both_layouts(
     tmp_path: Path, family: str, layout: Layout, dtype: torch.dtype
 ) -> None:
     decoder = decoder_of(family)
@@ -77,7 +77,7 @@ def test_b24_every_tensor_arrives_exactly_from_both_layouts(
         assert found.decoder == decoder
 
 
-def test_b24_each_expert_of_each_layer_is_in_its_place(tmp_path: Path) -> None:
+def test_each_expert_of_each_layer_is_in_its_place(tmp_path: Path) -> None:
     """Gate is layer * 1000 + expert on disk, up the same and a half, down its negative."""
     decoder = decoder_of("mixtral")
     stored = on_disk(decoder, weights_of(decoder))
@@ -98,7 +98,7 @@ def test_b24_each_expert_of_each_layer_is_in_its_place(tmp_path: Path) -> None:
                 assert w_out[expert].unique().tolist() == [-value]
 
 
-def test_b24_nothing_missing_left_over_or_of_another_shape_passes(
+def test_nothing_missing_left_over_or_of_another_shape_passes(
     olmoe: tuple[Path, dict[str, Tensor]],
 ) -> None:
     folder, stored = olmoe
@@ -164,7 +164,7 @@ def test_a_released_a_x_k1_has_norms_that_nothing_uses_and_no_selection_bias(
         assert any(unused in note for note in found.left_out)
 
 
-def test_b24_a_packed_tensor_beside_single_experts_is_refused(
+def test_a_packed_tensor_beside_single_experts_is_refused(
     olmoe: tuple[Path, dict[str, Tensor]],
 ) -> None:
     folder, stored = olmoe
@@ -177,7 +177,7 @@ def test_b24_a_packed_tensor_beside_single_experts_is_refused(
     assert said == {"not a tensor of the model that config.json describes"}
 
 
-def test_b24_a_part_that_is_not_written_stays_nan_and_is_refused(
+def test_a_part_that_is_not_written_stays_nan_and_is_refused(
     olmoe: tuple[Path, dict[str, Tensor]],
 ) -> None:
     """The plan rules this out; the NaN that a tensor starts with is the second line."""
@@ -269,7 +269,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["language_model.model.", "model.language_model."])
-def test_b24_the_language_model_of_a_larger_one_is_read(tmp_path: Path, inside: str) -> None:
+def test_the_language_model_of_a_larger_one_is_read(tmp_path: Path, inside: str) -> None:
     """Its other parts are left out; what is of no part is refused with its own name."""
     decoder = decoder_of("olmoe")
     values = weights_of(decoder)

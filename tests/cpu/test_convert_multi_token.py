@@ -35,9 +35,7 @@ def hub(folder: Path, depth: int, dtype: Any = torch.float32) -> tuple[Decoder, 
 
 
 @pytest.mark.parametrize(("depth", "dtype"), [(1, "bfloat16"), (2, "float32")])
-def test_b82_import_then_export_gives_the_same_folder(
-    tmp_path: Path, depth: int, dtype: Any
-) -> None:
+def test_import_then_export_gives_the_same_folder(tmp_path: Path, depth: int, dtype: Any) -> None:
     decoder, stored = hub(tmp_path / "first", depth, getattr(torch, dtype))
     with import_folder(tmp_path / "first") as found:
         assert found.decoder == decoder and family_of(decoder) is type(found.model)
@@ -50,7 +48,7 @@ def test_b82_import_then_export_gives_the_same_folder(
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_b82_a_copy_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_copy_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     decoder, stored = hub(tmp_path, 1)
     stored[f"model.layers.3.{name}.weight"][1, 2] += 1
     write_hub(tmp_path, decoder, stored)

@@ -50,7 +50,7 @@ def test_codes_are_what_transformers_makes_of_them() -> None:
     assert torch.equal(dequantise_mxfp4(codes, scales), torch.tensor(STORED["values"]))
 
 
-def test_b24_codes_arrive_as_numbers_in_their_places(tmp_path: Path) -> None:
+def test_codes_arrive_as_numbers_in_their_places(tmp_path: Path) -> None:
     """Each number unpacked by hand; gate and up lie by turns along a row of codes' rows."""
     described = decoder()
     stored = coded(on_disk(described, weights_of(described)))

@@ -168,7 +168,7 @@ def test_the_commands_carry_a_model_there_and_back(
 def test_an_import_says_which_balance_it_took(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """B07: a coefficient that is not there is neither silently off nor silently on."""
+    """A coefficient that is not there is neither silently off nor silently on."""
     theirs = reference("mixtral", drawn("mixtral"), 8)
     theirs.save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs" / "config.json"

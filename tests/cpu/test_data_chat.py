@@ -117,7 +117,7 @@ def theirs_each(folder: Path, example: dict[str, Any]) -> list[tuple[list[int], 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_b70_ids_and_masks_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_ids_and_masks_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     draws = Random(f"chat {family}")
     examples = [drawn_example(draws, family) for _ in range(EACH)]
     lines = write_lines(tmp_path / "chats.jsonl", examples)
@@ -215,7 +215,7 @@ def labelled(found: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[in
     ]
 
 
-def test_b71_every_conversation_is_in_an_epoch_once_and_whole(tmp_path: Path) -> None:
+def test_every_conversation_is_in_an_epoch_once_and_whole(tmp_path: Path) -> None:
     file = chats(tmp_path, drawn(80))
     prepared = prepared_from(tmp_path, tmp_path / "model", file, seq=160)
     loader, expected = Loader(prepared, 160, 1, seed=4), labelled(documents(prepared))

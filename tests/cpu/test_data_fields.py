@@ -39,7 +39,7 @@ def pairs_from(folder: Path, tokenizer: Path, files: Path, **how: Any) -> Prepar
 
 @pytest.mark.parametrize("template", [CHATML, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss_mask": 0}])
-def test_b58_answers_that_are_context_have_no_labels(
+def test_answers_that_are_context_have_no_labels(
     tmp_path: Path, template: str, mark: dict[str, Any]
 ) -> None:
     tokenizer = write_chat_folder(tmp_path / "model", template)
@@ -161,7 +161,7 @@ def test_published_pairs_are_read(tmp_path: Path) -> None:
     assert found.skipped["preferences"]["not read"]["first"] == ["score"]
 
 
-def test_b58_columns_of_json_give_what_lines_give(tmp_path: Path) -> None:
+def test_columns_of_json_give_what_lines_give(tmp_path: Path) -> None:
     """Arrow's extension type, in Arrow folders and Parquet, at any depth of a column."""
     import pyarrow as pa
     from pyarrow import parquet

@@ -150,7 +150,7 @@ BEGUN = {"weights": (9, 1, 0), "seq": 8, "batch": 5, "seed": 1}
 
 @settings(max_examples=30, deadline=None, database=None)
 @given(st.lists(LEG, min_size=2, max_size=4))
-def test_b93_nothing_repeats_before_its_source_is_used_up(
+def test_nothing_repeats_before_its_source_is_used_up(
     prepared: tuple[PreparedData, Run], legs: list[dict[str, Any]]
 ) -> None:
     """Weights, length, batch, seed, sources, ranks, epochs: what is said to repeat is what does.
@@ -180,7 +180,7 @@ def test_b93_nothing_repeats_before_its_source_is_used_up(
             assert max(times, default=0) <= 1 + sum(times) // (size - 15), "repeated too early"
 
 
-def test_b93_another_mixture_reads_on_in_each_source(prepared: tuple[PreparedData, Run]) -> None:
+def test_another_mixture_reads_on_in_each_source(prepared: tuple[PreparedData, Run]) -> None:
     """Plant: count the new mixture from the start of the run."""
     plain = Plain(*prepared)
     plain.leg(**BEGUN, steps=8)
@@ -193,7 +193,7 @@ def test_b93_another_mixture_reads_on_in_each_source(prepared: tuple[PreparedDat
     ]
 
 
-def test_b93_what_is_used_up_is_refused_with_counts_and_can_be_allowed(
+def test_what_is_used_up_is_refused_with_counts_and_can_be_allowed(
     prepared: tuple[PreparedData, Run],
 ) -> None:
     plain = Plain(*prepared)
@@ -222,7 +222,7 @@ def test_a_run_that_repeats_as_it_was_stated_is_not_refused(
     assert counts["a"] == (0, 0) and counts["c"][0] == 8 * 6
 
 
-def test_b93_a_source_that_was_left_out_goes_on_when_it_comes_back(
+def test_a_source_that_was_left_out_goes_on_when_it_comes_back(
     prepared: tuple[PreparedData, Run],
 ) -> None:
     """Plant: drop the count of a source that is not read, or go by its position in the list."""
@@ -235,7 +235,7 @@ def test_b93_a_source_that_was_left_out_goes_on_when_it_comes_back(
     assert plain.lines[0].startswith("a: 216 of ")
 
 
-def test_b93_longer_sequences_keep_the_epoch_or_begin_another(
+def test_longer_sequences_keep_the_epoch_or_begin_another(
     prepared: tuple[PreparedData, Run],
 ) -> None:
     """What is left has been cut; its short contexts are said, and what it costs to cut it anew."""
@@ -257,7 +257,7 @@ def test_b93_longer_sequences_keep_the_epoch_or_begin_another(
     assert 288 - 16 < whole["a"][1] <= 288 + 16 * (5 * steps - size // 16)
 
 
-def test_b93_checkpoints_with_one_position_are_converted(
+def test_checkpoints_with_one_position_are_converted(
     prepared: tuple[PreparedData, Run],
 ) -> None:
     """Of earlier versions, forks with another batch among them; a changed record is another
@@ -309,7 +309,7 @@ def test_steps_before_a_changed_order_are_not_made_up(prepared: tuple[PreparedDa
         ({"name": "renamed"}, False),
     ],
 )
-def test_b93_a_source_whose_files_changed_is_told_from_another_one(
+def test_a_source_whose_files_changed_is_told_from_another_one(
     prepared: tuple[PreparedData, Run], tmp_path: Path, change: dict[str, Any], refused: bool
 ) -> None:
     """Files added to it, or another split: what was trained is in it again, and is counted."""

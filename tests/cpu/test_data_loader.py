@@ -89,10 +89,10 @@ def test_rows_are_documents_and_labels_cross_no_end(prepared: PreparedData) -> N
             assert batch.n_labels == int((batch.labels_T != IGNORE_INDEX).sum())
 
 
-def test_b27_data_order_is_the_same_after_any_stop_and_in_any_layout(
+def test_data_order_is_the_same_after_any_stop_and_in_any_layout(
     prepared: PreparedData,
 ) -> None:
-    """Bug class B27: order changes after a resume, with the ranks, or at an epoch's end."""
+    """Order stays the same after a resume, with other ranks, and at an epoch's end."""
     seq, batch = 8, 4
     unbroken = Loader(prepared, seq, batch, 1, seed=5)
     steps = 2 + int(unbroken.prepared.train[0].corpus.n_tokens / (seq * batch * 0.75))

@@ -55,7 +55,7 @@ def read(file: Path, **fields: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("case", MEMBERS)
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_b48_documents_are_the_samples_of_webdataset(tmp_path: Path, case: str, form: int) -> None:
+def test_documents_are_the_samples_of_webdataset(tmp_path: Path, case: str, form: int) -> None:
     if case == "long names" and form == tarfile.USTAR_FORMAT:
         pytest.skip("that form has no long names")
     file = tmp_path / "a.tar"
@@ -68,7 +68,7 @@ def test_b48_documents_are_the_samples_of_webdataset(tmp_path: Path, case: str, 
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar.bz2", "a.tar.zst"])
-def test_b48_compressed_tars_and_fields_of_json(tmp_path: Path, name: str) -> None:
+def test_compressed_tars_and_fields_of_json(tmp_path: Path, name: str) -> None:
     pack: dict[str, Callable[[bytes], bytes]] = {
         "bz2": bz2.compress,
         "zst": zstandard.ZstdCompressor().compress,
@@ -120,7 +120,7 @@ STRANGE: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("case", STRANGE)
-def test_b48_strange_members_are_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_strange_members_are_refused_by_name(tmp_path: Path, case: str) -> None:
     fields, said = STRANGE[case]
     (tmp_path / "a.tar").write_bytes(strange(**fields))
     began = time.process_time()
@@ -130,7 +130,7 @@ def test_b48_strange_members_are_refused_by_name(tmp_path: Path, case: str) -> N
     assert [f.name for f in tmp_path.iterdir()] == ["a.tar"]
 
 
-def test_b48_samples_without_text_are_refused_by_key(tmp_path: Path) -> None:
+def test_samples_without_text_are_refused_by_key(tmp_path: Path) -> None:
     file = tmp_path / "a.tar"
     file.write_bytes(tar_of([("1.txt", b"one"), ("2.cls", b"3"), ("3.txt", b"\xff")]))
     said = r"a\.tar:2: no member 'txt': the sample has \['cls'\].*a\.tar:3: not UTF-8: byte 0"
@@ -143,7 +143,7 @@ def test_b48_samples_without_text_are_refused_by_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
-def test_b48_conversations_are_the_json_members(tmp_path: Path, name: str) -> None:
+def test_conversations_are_the_json_members(tmp_path: Path, name: str) -> None:
     rows = [{"messages": [{"role": "user", "content": f"é {i}"}]} for i in range(3)]
     members = [(f"{i}.json", json.dumps(row).encode()) for i, row in enumerate(rows)]
     content = tar_of([*members, ("2.jpg", b"\xff\xd8")])
@@ -153,7 +153,7 @@ def test_b48_conversations_are_the_json_members(tmp_path: Path, name: str) -> No
     assert found == [(f"{file.as_posix()}:{i}", row) for i, row in enumerate(rows)]
 
 
-def test_b48_samples_without_a_conversation_are_refused_by_key(tmp_path: Path) -> None:
+def test_samples_without_a_conversation_are_refused_by_key(tmp_path: Path) -> None:
     file = tmp_path / "a.tar"
     file.write_bytes(tar_of([("1.json", b"{}"), ("2.txt", b"two")]))
     said = r"a\.tar:2: has no member 'json', but \['txt'\]; write each conversation as KEY\.json"

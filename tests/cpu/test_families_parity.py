@@ -105,7 +105,7 @@ def chosen(said: Any, top_k: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("seed", DRAWS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_b23_logits_choices_weights_and_gradients_equal_transformers(
+def test_logits_choices_weights_and_gradients_equal_transformers(
     model_type: str, seed: int
 ) -> None:
     """Sizes, K, groups, renormalisation, ties, YaRN and the family's own options are drawn."""
@@ -179,7 +179,7 @@ def test_bands_of_frequencies_are_those_of_transformers(fast: float) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
-def test_b23_aux_loss_is_that_of_transformers_in_one_layer_over_k(model_type: str) -> None:
+def test_aux_loss_is_that_of_transformers_in_one_layer_over_k(model_type: str) -> None:
     """Transformers pools layers and lets the load sum to K; so one layer is compared, over K."""
     config = draw(model_type, Random(model_type)) | {"num_hidden_layers": 1}
     config |= {"mlp_only_layers": [], "decoder_sparse_step": 1} if "qwen" in model_type else {}

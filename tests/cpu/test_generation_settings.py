@@ -107,7 +107,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(c))
-def test_b59_distributions_are_those_of_transformers(config: dict[str, Any]) -> None:
+def test_distributions_are_those_of_transformers(config: dict[str, Any]) -> None:
     draws, torch_draws = Random(str(config)), torch.Generator().manual_seed(5)
     for prompt in (1, 4):
         for new in range(TOKENS):
@@ -246,7 +246,7 @@ def sampled(folder: Path, capsys: Any, *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_b59_sample_writes_what_generate_writes(folder: Path, capsys: Any) -> None:
+def test_sample_writes_what_generate_writes(folder: Path, capsys: Any) -> None:
     """With every setting of the folder, and with a value of the template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

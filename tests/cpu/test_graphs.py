@@ -83,7 +83,7 @@ def check(one: Run, other: Run, steps: int, rows: int = 12) -> None:
         pytest.param("partial", "bf16", PARTS, marks=pytest.mark.matrix),
     ],
 )
-def test_b97_ten_steps_by_graphs_are_ten_steps(graphs: str, precision: str, again: Any) -> None:
+def test_ten_steps_by_graphs_are_ten_steps(graphs: str, precision: str, again: Any) -> None:
     """Loss, norm, router terms and weights, to the bit, with other tokens in each."""
     found = Run(graphs, precision, recompute=again)
     Tapes.made = 0
@@ -93,7 +93,7 @@ def test_b97_ten_steps_by_graphs_are_ten_steps(graphs: str, precision: str, agai
     assert Tapes.made == (1 if graphs == "step" else 2 * ways)
 
 
-def test_b97_passes_in_flight_have_graphs_of_their_own() -> None:
+def test_passes_in_flight_have_graphs_of_their_own() -> None:
     """Both micro-batches are forward before either goes back."""
     found = Run("partial", schedule="gpipe")
     check(Run("none", schedule="gpipe"), found, 5)
@@ -101,7 +101,7 @@ def test_b97_passes_in_flight_have_graphs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("graphs", BOTH)
-def test_b97_shapes_have_graphs_of_their_own_and_few_have_any(graphs: str) -> None:
+def test_shapes_have_graphs_of_their_own_and_few_have_any(graphs: str) -> None:
     """Three steps run as they are; shapes beyond the most, and back, run as they do."""
     plain, found = Run("none"), Run(graphs)
     made = []
@@ -116,7 +116,7 @@ def test_b97_shapes_have_graphs_of_their_own_and_few_have_any(graphs: str) -> No
 
 
 @pytest.mark.parametrize("graphs", ["step", pytest.param("partial", marks=pytest.mark.matrix)])
-def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
+def test_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
     plain, found = Run("none"), Run(graphs)
     check(plain, found, 5)
     for run in (plain, found):
@@ -128,7 +128,7 @@ def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
     assert Tapes.made, "what was recorded before reads where the weight was"
 
 
-def test_b97_memory_that_is_larger_is_not_where_it_was() -> None:
+def test_memory_that_is_larger_is_not_where_it_was() -> None:
     """Pages of another shape may begin where those of the last one did."""
     model, room_N, shapes = Run("none").state.parts.model, torch.zeros(8), recording.ShapeTracker()
     stash = SimpleNamespace(tensors=[room_N[:4]])
@@ -139,7 +139,7 @@ def test_b97_memory_that_is_larger_is_not_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("graphs", BOTH)
-def test_b97_a_read_is_refused_with_its_line(graphs: str) -> None:
+def test_a_read_is_refused_with_its_line(graphs: str) -> None:
     run, real = Run(graphs), MoeFfn.route
 
     def route(layer: MoeFfn, rows: Any, flow: Any) -> Any:

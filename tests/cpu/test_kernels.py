@@ -87,7 +87,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_b44_gradients_of_16_bit_products_are_summed_in_fp32_on_a_device() -> None:
+def test_gradients_of_16_bit_products_are_summed_in_fp32_on_a_device() -> None:
     """One operation into the sum, and nothing rounded before; on ``meta``, which is as a GPU."""
     dy = torch.empty(6, 4, dtype=torch.bfloat16, device="meta")
     x, into = torch.empty_like(dy[:, :3]), torch.empty(4, 3, device="meta")
@@ -110,7 +110,7 @@ def test_gradients_of_rows_in_no_whole_step_are_added_in_place(
     assert torch.allclose(into.double(), 1 + dy.double().t() @ x.double(), rtol=0.02, atol=0.1)
 
 
-def test_b44_counters_of_flops_see_through_own_grouped_products() -> None:
+def test_counters_of_flops_see_through_own_grouped_products() -> None:
     x_RI, dy_RO = torch.empty(14, 16, device="meta"), torch.empty(14, 24, device="meta")
     w_EOI, offs_E = torch.empty(4, 24, 16, device="meta"), torch.empty(4, device="meta").int()
     for calls in (
@@ -367,7 +367,7 @@ def test_missing_copies_count_as_zero_whatever_stands_in_their_rows() -> None:
     assert torch.equal(permute_rows(out, token_R, row_TK)[:2], out[:2])
 
 
-def test_b14_a_missing_copy_gets_no_weight_gradient_from_memory() -> None:
+def test_a_missing_copy_gets_no_weight_gradient_from_memory() -> None:
     """Its row past the last offset holds anything. Plant: read it."""
     copy_R, row_TK = torch.tensor([0, 2, 1, 3]), torch.tensor([[0, 4], [1, 4]])
     weights = drawn(2, 2)

@@ -121,7 +121,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
         assert name in ("dq", "dk") or relative(a, b) < 4 * largest * EPS[torch.float32]
 
 
-def test_b44_gradients_of_short_segments_in_bf16_are_rounded_once() -> None:
+def test_gradients_of_short_segments_in_bf16_are_rounded_once() -> None:
     """Of keys and values they are sums over rows, which the 16-bit kernel rounds as it goes."""
     given = inputs(512, 512, (4, 2, 32, 32), torch.bfloat16)
     wide = [x.detach().double() for x in given]
@@ -133,7 +133,7 @@ def test_b44_gradients_of_short_segments_in_bf16_are_rounded_once() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_b15_rows_of_no_tile_leak_nothing() -> None:
+def test_rows_of_no_tile_leak_nothing() -> None:
     """Padding rows hold NaN and infinity everywhere, the gradient too."""
     given = [x.detach() for x in inputs(9, 9, DIMS[0], torch.float64)]
     clean = run(attention, [x[:6] for x in given], causal_tiles((4, 2)), SCALE)

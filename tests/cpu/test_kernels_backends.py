@@ -86,7 +86,7 @@ def tried() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_b57_a_cpu_multiplies_whole_matrices_by_the_library(grouped: bool) -> None:
+def test_a_cpu_multiplies_whole_matrices_by_the_library(grouped: bool) -> None:
     """E4M3, and E5M2 of gradients; within fp32 sums."""
     recipe = Recipe("fp8_tensor", backend="scaled_mm")
     path = recipe.choose_backend("dw", grouped, torch.empty(0))
@@ -97,7 +97,7 @@ def test_b57_a_cpu_multiplies_whole_matrices_by_the_library(grouped: bool) -> No
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_b57_the_library_is_given_codes_and_scales_as_it_reads_them(
+def test_the_library_is_given_codes_and_scales_as_it_reads_them(
     kind: str, grouped: bool, tried: None
 ) -> None:
     """Plants: scales not swizzled; those of the other operand; blocks' rows."""
@@ -111,7 +111,7 @@ def test_b57_the_library_is_given_codes_and_scales_as_it_reads_them(
 
 
 @pytest.mark.parametrize("kind", ["fp8_tensor", "mxfp8"])
-def test_b57_the_grouped_library_is_given_all_groups(kind: str, tried: None) -> None:
+def test_the_grouped_library_is_given_all_groups(kind: str, tried: None) -> None:
     """Plants: rows that fill a group are taken for its own; scales of one group for all."""
     backend, dtype = BY_NAME["scaled_grouped_mm"], torch.bfloat16
 
@@ -128,7 +128,7 @@ def test_b57_the_grouped_library_is_given_all_groups(kind: str, tried: None) -> 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("revision", list(scaled_stubs.SIGNATURES))
-def test_b57_deep_gemm_is_called_as_its_source_has_it(
+def test_deep_gemm_is_called_as_its_source_has_it(
     revision: str, grouped: bool, tried: None
 ) -> None:
     """Plants: rows that fill a group are multiplied; its weight's scales by rows."""
@@ -185,7 +185,7 @@ def test_what_is_chosen_has_a_reason() -> None:
     assert rest == (BY_NAME["emulated"], "scaled_mm: it does not support mxfp8 on CPUs")
 
 
-def test_b57_a_wrong_library_is_not_chosen(tried: None) -> None:
+def test_a_wrong_library_is_not_chosen(tried: None) -> None:
     """Plant: what is tried may be anything."""
     use = Recipe("fp8_tensor").product_spec("dx", True, torch.bfloat16, CPU)
 

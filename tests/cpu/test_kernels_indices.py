@@ -34,7 +34,7 @@ class Narrow(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kernel", ["loop", "grouped"])
-def test_b31_a_step_indexes_by_int64_alone(kernel: str) -> None:
+def test_a_step_indexes_by_int64_alone(kernel: str) -> None:
     """Capacity, padding, every balance term. Plant: keep row numbers as int32 for a gather."""
     record = decoder(GQA, moe(capacity=Capacity(factor=0.75)), moe())
     model = model_of(record, "bf16", experts=kernel)

@@ -47,7 +47,7 @@ def unsigned(codes: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", INPUTS)
-def test_b50_codes_equal_those_of_other_projects(family: str) -> None:
+def test_codes_equal_those_of_other_projects(family: str) -> None:
     """Plants: ``448 / amax`` of a Python number; E8M0 by a logarithm; E4M3 for E5M2."""
     x = INPUTS[family]
     for word, role in (("e4m3", "rows"), ("e5m2", "gradient")):
@@ -81,7 +81,7 @@ def test_b50_codes_equal_those_of_other_projects(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", INPUTS)
-def test_b50_nvfp4_equals_transformer_engine(family: str) -> None:
+def test_nvfp4_equals_transformer_engine(family: str) -> None:
     """Plants: weights by 1 x 16; no signs."""
     x = INPUTS[family]
     rows = moefold.quantise(x, "nvfp4")
@@ -127,7 +127,7 @@ def test_codes_equal_a_loop(kind: str, rule: str, dim: int) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 130), (129, 127), (2, 3, 40), (0, 8), (4, 0)])
-def test_b50_any_shape_keeps_its_shape(kind: str, shape: tuple[int, ...]) -> None:
+def test_any_shape_keeps_its_shape(kind: str, shape: tuple[int, ...]) -> None:
     """One dim, matrices in a row, no elements; groups have their own scales."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for dim in (-1, -2)[: x.ndim]:
@@ -143,7 +143,7 @@ def test_b50_any_shape_keeps_its_shape(kind: str, shape: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize(("kind", "rule"), RULES)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_b50_what_is_not_finite_reads_back_as_nan(kind: str, rule: str, bad: float) -> None:
+def test_what_is_not_finite_reads_back_as_nan(kind: str, rule: str, bad: float) -> None:
     """All of the block, or of the matrix that shares a scale, and no more. Plant: bare cast."""
     x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
     x[1, 2, 5] = bad
@@ -218,7 +218,7 @@ def drawn(x: Tensor, step: int) -> Quantised:
     return moefold.quantise(x, "nvfp4", role="gradient", chance=up)
 
 
-def test_b50_stochastic_rounding_takes_neighbours_and_averages_out() -> None:
+def test_stochastic_rounding_takes_neighbours_and_averages_out() -> None:
     """Plants: nearest in place of chance; one draw for all steps."""
     x = families(64, 256)["normal"]
     near = moefold.quantise(x, "nvfp4")
@@ -261,9 +261,7 @@ def test_what_cannot_be_quantised_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("asked", [("fp8_block", None), ("mxfp8", "up"), ("mxfp8", "floor")])
-def test_b55_rows_that_codes_stand_for_lose_nothing(
-    asked: tuple[str, str], dtype: torch.dtype
-) -> None:
+def test_rows_that_codes_stand_for_lose_nothing(asked: tuple[str, str], dtype: torch.dtype) -> None:
     """However often they travel: as codes in a byte an element, and 4 bytes of 128 elements."""
     draws = torch.Generator().manual_seed(0)
     powers = torch.randint(-12, 13, (40, 256), generator=draws)
@@ -283,7 +281,7 @@ def test_b55_rows_that_codes_stand_for_lose_nothing(
 
 @pytest.mark.parametrize("kind", ["fp8_block", "mxfp8"])
 @pytest.mark.parametrize("shape", [(0, 128), (0, 18), (1, 18), (1, 130), (3, 18)], ids=str)
-def test_b55_any_number_of_rows_travels(kind: str, shape: tuple[int, int]) -> None:
+def test_any_number_of_rows_travels(kind: str, shape: tuple[int, int]) -> None:
     """None go to a rank whose experts nobody chose; widths that neither blocks nor scales divide.
 
     Plant: bytes of scales lie where they were sent.

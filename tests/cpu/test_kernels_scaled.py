@@ -98,7 +98,7 @@ def expected(
 
 @pytest.mark.parametrize("recipe", KINDS, ids=str)
 @pytest.mark.parametrize("outputs", [20, 36])
-def test_b51_the_three_products_equal_loops(
+def test_the_three_products_equal_loops(
     recipe: Recipe, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dense with padding, and groups with empty ones; square, and oblong some rows at a time.
@@ -151,7 +151,7 @@ def test_b51_the_three_products_equal_loops(
     ],
     ids=str,
 )
-def test_b51_backward_reads_codes_of_pre_activations(
+def test_backward_reads_codes_of_pre_activations(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward reads what they are; gate and up have blocks of their own. Some rows at a time.
@@ -223,7 +223,7 @@ def test_sums_do_not_depend_on_their_order() -> None:
         assert torch.equal(whole, sum((x @ y.mT for x, y in halves), torch.zeros(4, 4)))
 
 
-def test_b51_chance_differs_by_step_weight_and_use() -> None:
+def test_chance_differs_by_step_weight_and_use() -> None:
     """And is the same for the same place. Plant: the same numbers for rows and for columns."""
     at = torch.arange(8) + FIRST
     made = DRAW.draw(at, 8, 0)

@@ -18,7 +18,7 @@ EXPERTS = 4
 
 
 @given(st.lists(st.integers(0, EXPERTS), min_size=1, max_size=60), st.integers(1, 3))
-def test_b33_offsets_end_where_rows_end(chosen: list[int], top_k: int) -> None:
+def test_offsets_end_where_rows_end(chosen: list[int], top_k: int) -> None:
     """Experts get the rows that chose them, whatever their number; some go to none."""
     experts_TK = torch.tensor([[(e + k) % (EXPERTS + 1) for k in range(top_k)] for e in chosen])
     x_TD = torch.randn(len(chosen), 8, requires_grad=True)
@@ -31,7 +31,7 @@ def test_b33_offsets_end_where_rows_end(chosen: list[int], top_k: int) -> None:
 
 
 @pytest.mark.parametrize("counts", [(90, 0, 0, 0), (17, 1, 29, 43), (1, 0, 3, 86)])
-def test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[int, ...]) -> None:
+def test_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[int, ...]) -> None:
     """100 rows of which 90 are routed."""
     offs_E = torch.tensor(counts).cumsum(0).to(torch.int32)
     x_RD, w_EFD = torch.randn(100, 16), torch.randn(EXPERTS, 8, 16)
@@ -47,7 +47,7 @@ def test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[i
 
 
 @pytest.mark.parametrize("counts", [(300, 0, 37, 70), (0, 5, 90, 300), (16, 17, 0, 0)])
-def test_b33_products_in_steps_of_rows_reach_no_other_row(counts: tuple[int, ...]) -> None:
+def test_products_in_steps_of_rows_reach_no_other_row(counts: tuple[int, ...]) -> None:
     """16-bit rows on a CPU; those of an expert and those past the last offset are NaN."""
     offs_E, rows = torch.tensor(counts).cumsum(0).to(torch.int32), sum(counts)
     kernel = choose_kernel("auto", torch.bfloat16, 16, 8)
@@ -95,7 +95,7 @@ def test_a_device_that_leaves_empty_groups_as_they_were_is_found_and_cleared(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_b33_widths_that_do_not_fit_are_refused_in_words(dtype: torch.dtype) -> None:
+def test_widths_that_do_not_fit_are_refused_in_words(dtype: torch.dtype) -> None:
     step = 16 // dtype.itemsize
     for width in range(1, 65):
         if width % step:

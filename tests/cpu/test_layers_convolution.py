@@ -12,7 +12,7 @@ LENGTHS = (1, 7, 2, 6)
 
 
 @pytest.mark.parametrize("taps", [2, 3, 4])
-def test_b23_documents_are_convolved_by_themselves_and_padding_leaks_nothing(taps: int) -> None:
+def test_documents_are_convolved_by_themselves_and_padding_leaks_nothing(taps: int) -> None:
     torch.manual_seed(taps)
     rows, channels = sum(LENGTHS), 3
     h_T3C = torch.randn(rows + 2, 3 * channels, dtype=torch.float64)

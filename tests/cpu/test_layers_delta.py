@@ -80,7 +80,7 @@ def compare(rows: int, chunk: int, by_channel: bool, delta: bool) -> None:
 
 
 @pytest.mark.parametrize(("by_channel", "delta"), FORMS)
-def test_b23_chunks_compute_what_the_recurrence_does(by_channel: bool, delta: bool) -> None:
+def test_chunks_compute_what_the_recurrence_does(by_channel: bool, delta: bool) -> None:
     for rows, chunk in ((1, 64), (5, 2), (40, 7), (66, 64), (70, 100)):
         compare(rows, chunk, by_channel, delta)
 
@@ -116,7 +116,7 @@ def test_decays_of_bounded_numbers_stay_finite_in_fp32() -> None:
         assert out.isfinite().all() and state.isfinite().all()
 
 
-def test_b23_documents_are_convolved_by_themselves_without_gates() -> None:
+def test_documents_are_convolved_by_themselves_without_gates() -> None:
     torch.manual_seed(0)
     parts = (1, 7, 2, 6)
     x = torch.randn(18, 3, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_b23_documents_are_convolved_by_themselves_without_gates() -> None:
 
 
 @pytest.mark.parametrize("name", ["delta", "channels", "bounded"])
-def test_b23_documents_and_padding_leak_nothing_into_states(name: str) -> None:
+def test_documents_and_padding_leak_nothing_into_states(name: str) -> None:
     decoder = SUBJECTS[name].decoder
     model = DecoderModel(decoder, "fp64")
     initialise(model, decoder, 1)

@@ -23,7 +23,7 @@ def diagonal(blocks_BOI: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("policy", [None, Selective(modules=("ffn",))])
 @pytest.mark.parametrize("latent, blocks", [(6, 1), (None, 4), (6, 2)])
-def test_b98_a_low_rank_and_blocks_are_those_matrices(
+def test_a_low_rank_and_blocks_are_those_matrices(
     latent: int | None, blocks: int, policy: Selective | None
 ) -> None:
     """Plants: blocks exchanged; padding in the weights' gradients."""

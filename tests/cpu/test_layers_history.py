@@ -28,7 +28,7 @@ DELAYED = Fp8Tensor(scaling="delayed", history=2)
 
 
 @pytest.mark.parametrize("latest", [False, True])
-def test_b52_scales_follow_from_steps_before_by_the_rule(latest: bool) -> None:
+def test_scales_follow_from_steps_before_by_the_rule(latest: bool) -> None:
     """TransformerEngine's in a loop: 57,344 over the largest of some steps, or of the last one; a
     matrix that had nothing keeps its scale, and begins with 1.
 
@@ -78,7 +78,7 @@ def after_steps(quantise: Record, again: Record | None = None) -> dict[str, torc
     return found
 
 
-def test_b52_gradients_by_steps_before_are_near_and_the_same_where_made_again() -> None:
+def test_gradients_by_steps_before_are_near_and_the_same_where_made_again() -> None:
     """Plant: codes stay as they were where scales change and weights do not."""
     delayed, own = after_steps(DELAYED), after_steps(Fp8Tensor())
     for name in ("layers.1.moe.experts.w_in", "layers.0.attention.q.weight"):
@@ -89,7 +89,7 @@ def test_b52_gradients_by_steps_before_are_near_and_the_same_where_made_again() 
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> None:
+def test_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> None:
     """To the byte, whatever data ranks share. Plants: largest numbers of weights, or histories, are
     forgotten."""
     narrow = decoder(GQA, moe(), quantise=DELAYED)
@@ -104,7 +104,7 @@ def test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> 
     assert state_bytes(data)["weights"] == found.state.weights
 
 
-def test_b52_a_step_that_is_given_up_leaves_no_trace_in_histories(tmp_path: Path) -> None:
+def test_a_step_that_is_given_up_leaves_no_trace_in_histories(tmp_path: Path) -> None:
     """Plant: it enters them."""
     train = {"quantise": dict(DELAYED), "on_nonfinite": {"kind": "skip", "limit": 2}}
     with job_of(tmp_path, train=train) as job:

@@ -110,7 +110,7 @@ def test_gradients_are_those_of_keeping_everything(
         ("norms on projections, gate", Selective(modules=("norms",))),
     ],
 )
-def test_b60_what_leaves_and_what_stays_is_what_is_planned(
+def test_what_leaves_and_what_stays_is_what_is_planned(
     block: str, policy: Record | None, tmp_path: Path
 ) -> None:
     """Each storage once, whatever shows it, weights never; nothing made again pins its input."""
@@ -138,7 +138,7 @@ def test_b60_what_leaves_and_what_stays_is_what_is_planned(
     assert made.live_bytes(there(model, flow) | others) == here
 
 
-def test_b62_layers_are_sent_for_before_they_are_taken(
+def test_layers_are_sent_for_before_they_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is on its way when backward comes to it, and few more than that are on the device."""
@@ -224,7 +224,7 @@ def test_a_file_holds_rows_of_any_size_and_does_not_grow_for_what_fits(tmp_path:
     assert len(set(grown)) == 1 and store.stats.held == 0 == store._file.bytes
 
 
-def test_b26_memory_that_copies_pass_is_not_used_again_before_they_ended(
+def test_memory_that_copies_pass_is_not_used_again_before_they_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both threads write, then both read, at once: bytes are staged as others move."""

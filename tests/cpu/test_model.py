@@ -145,7 +145,7 @@ def perturbed(router: TopKRouter, noise: float) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("policy", [Full(), EVERYTHING])
-def test_b16_recompute_never_routes_again(policy: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recompute_never_routes_again(policy: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """All logits tie; noise inside recompute would choose others. Plant: decide anew each run."""
     model, rows = model_of(SHAPES["gqa"]), from_ids(ids_of(2, 16))
     for _, mixture in model.moe_layers():
@@ -161,7 +161,7 @@ def test_b16_recompute_never_routes_again(policy: Record, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("policy", [None, Full(), EVERYTHING])
-def test_b17_recompute_counts_tokens_once(policy: Record | None) -> None:
+def test_recompute_counts_tokens_once(policy: Record | None) -> None:
     """Plant: count in every run of a layer."""
     model, batches = model_of(SHAPES["gqa"]), [padded_rows((9, 4), 3), padded_rows((8,), 0)]
     gradients(model, batches, policy, 16)
@@ -173,7 +173,7 @@ def test_b17_recompute_counts_tokens_once(policy: Record | None) -> None:
 
 @pytest.mark.parametrize("pads", [1, 3, 7])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_b12_padding_rows_change_nothing(shape: str, pads: int) -> None:
+def test_padding_rows_change_nothing(shape: str, pads: int) -> None:
     """Outputs, gradients, counters and drops equal those without padding. Plant: route padding."""
     model, lengths = model_of(SHAPES[shape]), (9, 4, 5)
     whole, padded = padded_rows(lengths, 0), padded_rows(lengths, pads)
@@ -209,7 +209,7 @@ def test_masking_equals_shortening_bit_for_bit(shape: str, precision: str) -> No
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_b15_what_stands_in_padding_rows_leaks_nowhere(shape: str, fill: float) -> None:
+def test_what_stands_in_padding_rows_leaks_nowhere(shape: str, fill: float) -> None:
     """NaN in the padding rows of every module's output, and of the gradient that comes back to it.
 
     Plant: mask by multiplication.
@@ -251,7 +251,7 @@ def lopsided(model: DecoderModel) -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "loop"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_b13_an_expert_without_tokens_gets_zeros(precision: str, kernel: str) -> None:
+def test_an_expert_without_tokens_gets_zeros(precision: str, kernel: str) -> None:
     """Zero gradients, not none, so that decay goes on. Plant: skip empty experts' gradients."""
     model = model_of(decoder(GQA, moe()), precision, experts=kernel)
     lopsided(model)
@@ -263,7 +263,7 @@ def test_b13_an_expert_without_tokens_gets_zeros(precision: str, kernel: str) ->
     assert w_in[:2].abs().sum() > 0 and torch.equal(w_in[2:], torch.zeros_like(w_in[2:]))
 
 
-def test_b13_a_micro_batch_without_valid_rows_gives_zeros() -> None:
+def test_a_micro_batch_without_valid_rows_gives_zeros() -> None:
     model = model_of(decoder(GQA, moe(), Dense(width=24)))
     found = gradients(model, [padded_rows((), 8)], None, 16)
     assert found.lm_loss == 0 and found.grad_norm == 0
@@ -272,7 +272,7 @@ def test_b13_a_micro_batch_without_valid_rows_gives_zeros() -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "loop"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_b14_uninitialised_memory_reaches_nothing(
+def test_uninitialised_memory_reaches_nothing(
     precision: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fresh memory holds NaN. Plant: read rows past the last offset."""
@@ -298,7 +298,7 @@ def test_b14_uninitialised_memory_reaches_nothing(
     same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, grads, 0.0)
 
 
-def test_b19_casting_the_model_spares_biases_and_counts() -> None:
+def test_casting_the_model_spares_biases_and_counts() -> None:
     """Plant: register them as plain buffers."""
     model = model_of(decoder(GQA, moe(router=DEEP)), "fp32")
     before = [
@@ -320,7 +320,7 @@ def test_b19_casting_the_model_spares_biases_and_counts() -> None:
         )
 
 
-def test_b22_a_router_that_could_not_learn_is_refused() -> None:
+def test_a_router_that_could_not_learn_is_refused() -> None:
     """One expert a token and a weight that is always one. Plant: drop the rule."""
     rules = [
         list(Router(experts=4, top_k=1, renormalise=r, order=o).rules())
@@ -334,7 +334,7 @@ def test_b22_a_router_that_could_not_learn_is_refused() -> None:
     assert found["layers.0.moe.router.weight"].norm() > 1e-6
 
 
-def test_b07_the_reported_loss_holds_no_router_term() -> None:
+def test_the_reported_loss_holds_no_router_term() -> None:
     """Plant: add the terms to lm_loss; or leave a term of coefficient zero in the graph."""
     model, ids = model_of(decoder(GQA, moe())), ids_of(2, 12)
     out = model.loss(ids)

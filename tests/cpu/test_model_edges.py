@@ -128,7 +128,7 @@ def test_compute_copies_follow_weights_that_are_swapped() -> None:
     assert torch.equal(model.logits(ids), fresh.logits(ids))
 
 
-def test_b60_what_is_changed_in_place_is_kept_not_made_again() -> None:
+def test_what_is_changed_in_place_is_kept_not_made_again() -> None:
     recompute = SavedTensors(Selective(modules=("norms",)))
     x = torch.randn(4, requires_grad=True)
     with recompute.layer_hooks():
@@ -140,7 +140,7 @@ def test_b60_what_is_changed_in_place_is_kept_not_made_again() -> None:
 
 
 @pytest.mark.parametrize("policy", [Full(), SOME])
-def test_b60_what_runs_again_reads_the_weights_that_its_forward_read(policy: Record) -> None:
+def test_what_runs_again_reads_the_weights_that_its_forward_read(policy: Record) -> None:
     """Step after step, though weights move between them and products read copies of them."""
     rows, found = padded_rows((9, 4), 3), []
     for recompute in (None, policy):
@@ -157,7 +157,7 @@ def test_b60_what_runs_again_reads_the_weights_that_its_forward_read(policy: Rec
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_b60_what_is_made_again_is_made_once_for_all_its_takers() -> None:
+def test_what_is_made_again_is_made_once_for_all_its_takers() -> None:
     """Each takes it in its turn, and the last lets it go."""
     runs, recompute = list[weakref.ref[Tensor]](), SavedTensors(SOME)
 

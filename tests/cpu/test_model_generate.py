@@ -92,7 +92,7 @@ def written(
     ("name", "precision"),
     [*product(MODELS, ["fp32", "fp64"]), *((name, "fp64") for name in MIXERS)],
 )
-def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
+def test_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
     """Of prompts of several lengths, two of them the same, until one has ended and after."""
     record = (MODELS | MIXERS)[name]
     model = model_of(record, precision)
@@ -112,7 +112,7 @@ def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNCOMMON)
-def test_b73_few_calls_leave_no_part_out(name: str) -> None:
+def test_few_calls_leave_no_part_out(name: str) -> None:
     """With values for what is zero at first: a router's bias had no part, nor an adapter's head."""
     model = model_of(UNCOMMON[name], "fp64")
     for parameter in model.parameters():
@@ -171,7 +171,7 @@ def attention_in_order(
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "latent" not in name])
-def test_b73_where_sums_have_an_order_logits_are_those_of_whole_texts_to_the_bit(
+def test_where_sums_have_an_order_logits_are_those_of_whole_texts_to_the_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp64; libraries add a row up in an order that depends on how many rows there are.
@@ -187,7 +187,7 @@ def test_b73_where_sums_have_an_order_logits_are_those_of_whole_texts_to_the_bit
             assert all(map(torch.equal, found.seen, plain.seen)) and len(plain.seen) == 5
 
 
-def test_b73_of_latent_attention_latents_are_kept_whatever_makes_keys_of_them() -> None:
+def test_of_latent_attention_latents_are_kept_whatever_makes_keys_of_them() -> None:
     """And the turned key that all heads share, once for both; an adapter makes keys too."""
     record = MODELS["latent, direct"]
     model = model_of(record, "fp64")
@@ -207,7 +207,7 @@ def test_b73_of_latent_attention_latents_are_kept_whatever_makes_keys_of_them() 
     assert held == [(1, MLA.kv_rank + MLA.rope_dim)] * len(model.layers)
 
 
-def test_b73_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
+def test_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
     """All rows are computed anew then, as those left out are in what the others have become."""
     model = model_of(MODELS["gqa"])
     _, texts = written(model, None, temperature=0, window=8)
@@ -217,7 +217,7 @@ def test_b73_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
     assert kept.rows[3] == 4 + 4 + 5 + 5
 
 
-def test_b73_a_cache_knows_another_prompt() -> None:
+def test_a_cache_knows_another_prompt() -> None:
     """Which is as long as the text that was written, and one token more."""
     model, cache = model_of(MODELS["gqa"]), KeyValueCache.of(MODELS["gqa"])
     for text in ([1, 2, 3], [3, 2, 1, 4], [3, 2, 1, 4, 5]):

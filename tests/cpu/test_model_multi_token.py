@@ -90,9 +90,7 @@ def step(model: DecoderModel, batches: Sequence[MicroBatch], recompute: Full | N
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depths", DEPTHS.values(), ids=DEPTHS)
-def test_b80_a_step_is_that_of_a_plain_reference(
-    depths: tuple[MultiToken, ...], tied: bool
-) -> None:
+def test_a_step_is_that_of_a_plain_reference(depths: tuple[MultiToken, ...], tied: bool) -> None:
     """Loss, the loss of each further token, every gradient; in the notebook's way too."""
     model, texts = model_of(depths, tied=tied, embed_scale=1.0), documents()
     loss, means = reference(model, texts)
@@ -115,7 +113,7 @@ def test_b80_a_step_is_that_of_a_plain_reference(
     small.same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want, 1e-12)
 
 
-def test_b80_micro_batches_weigh_by_their_labels_of_each_token() -> None:
+def test_micro_batches_weigh_by_their_labels_of_each_token() -> None:
     """Documents apart are those together, whatever labels of each token they have."""
     model, texts = model_of(DEPTHS["two"]), documents()
     _, want = step(model, [pack(texts)])
@@ -124,7 +122,7 @@ def test_b80_micro_batches_weigh_by_their_labels_of_each_token() -> None:
     assert figures.extra_figures["multi_token/2"] > 0
 
 
-def test_b81_a_weight_of_zero_leaves_all_other_gradients_as_they_are() -> None:
+def test_a_weight_of_zero_leaves_all_other_gradients_as_they_are() -> None:
     """To the bit, with every balance term, whatever the precision."""
     rows = [small.padded_rows((9, 7), 0), small.padded_rows((5, 2, 4), 5, seed=1)]
     record = small.decoder()
@@ -137,7 +135,7 @@ def test_b81_a_weight_of_zero_leaves_all_other_gradients_as_they_are() -> None:
             assert torch.equal(gradient, want.get(name, torch.zeros_like(gradient))), name
 
 
-def test_b80_rows_of_later_tokens() -> None:
+def test_rows_of_later_tokens() -> None:
     """Labels that are left out stay so; the last token stands in for those beyond its end."""
     rows = pack([[1, 2, 3, 4], [5], [6, 7, 8]], pad_to=10)
     rows.labels_T[1] = IGNORE_INDEX

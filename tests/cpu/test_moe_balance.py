@@ -227,7 +227,7 @@ def step_gradient(
 
 @pytest.mark.parametrize("term", ALL, ids=lambda t: getattr(t, "over", t.kind))
 @pytest.mark.parametrize("times", [2, 4])
-def test_b05_repeating_a_micro_batch_changes_no_gradient(term: Record, times: int) -> None:
+def test_repeating_a_micro_batch_changes_no_gradient(term: Record, times: int) -> None:
     """The term is neither multiplied nor divided by the number of micro-batches."""
     record = moe_of(term)
     router = router_of(record.router, double=True)
@@ -252,7 +252,7 @@ def test_terms_without_a_joint_population_do_not_see_micro_batches(term: Record)
 
 
 @pytest.mark.parametrize("term", ALL, ids=lambda t: getattr(t, "over", t.kind))
-def test_b06_a_term_reaches_the_router_in_proportion_to_its_coefficient(term: Record) -> None:
+def test_a_term_reaches_the_router_in_proportion_to_its_coefficient(term: Record) -> None:
     """Without any other loss the router's gradient is not zero, and doubles exactly."""
     router = router_of(moe_of(term).router)
     batch = (drawn(16).detach(), rows_of([9, 4], pads=3))
@@ -262,7 +262,7 @@ def test_b06_a_term_reaches_the_router_in_proportion_to_its_coefficient(term: Re
     assert torch.equal(two, 2 * one)
 
 
-def test_b07_a_coefficient_of_zero_is_a_term_that_is_not_there() -> None:
+def test_a_coefficient_of_zero_is_a_term_that_is_not_there() -> None:
     """No value, no node in the graph, nothing counted for it; nor is there one outside training."""
     silent = moe_of(*(Aux(over=over, coefficient=0.0) for over in OVER), Z(coefficient=0.0))
     router, flow = router_of(silent.router), flow_of(rows_of([12]))
@@ -277,7 +277,7 @@ def test_b07_a_coefficient_of_zero_is_a_term_that_is_not_there() -> None:
     assert observe(moe_of(), router, drawn(12), flow)[2] == {}
 
 
-def test_b08_layers_that_collapse_differently_do_not_cancel() -> None:
+def test_layers_that_collapse_differently_do_not_cancel() -> None:
     """Layer 0 sends all to expert 0, layer 1 all to expert 1: both are fully collapsed."""
     record = moe_of(Aux(), experts=2, top_k=1, renormalise=False)
     total = 0.0
@@ -290,7 +290,7 @@ def test_b08_layers_that_collapse_differently_do_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_b09_the_load_is_counted_before_drops_bias_and_groups(over: Any) -> None:
+def test_the_load_is_counted_before_drops_bias_and_groups(over: Any) -> None:
     """A capacity of one token per expert changes neither value nor gradient, nor do the others."""
     x_TD, flow = drawn(40), flow_of(rows_of([30, 10]))
     plain = moe_of(Aux(over=over), score="sigmoid")
@@ -312,7 +312,7 @@ def test_b09_the_load_is_counted_before_drops_bias_and_groups(over: Any) -> None
         assert torch.equal(value, results[0][1]) and torch.equal(grad, results[0][2])
 
 
-def test_b11_sequences_of_a_pack_are_told_apart() -> None:
+def test_sequences_of_a_pack_are_told_apart() -> None:
     """A pack of lengths 5, 3, 1 equals the three alone, weighed by their tokens."""
     record = moe_of(Aux(over="sequence", coefficient=1.0))
     router = router_of(record.router, double=True)
@@ -342,7 +342,7 @@ def test_b11_sequences_of_a_pack_are_told_apart() -> None:
     factor=st.sampled_from([None, 0.5]),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_b12_b15_padding_changes_no_bit_of_terms_gradients_and_counters(
+def test_padding_changes_no_bit_of_terms_gradients_and_counters(
     lengths: list[int], pads: int, name: str, poison: float, factor: float | None
 ) -> None:
     """Masking equals shortening, whatever stands in the rows that are masked."""
@@ -400,7 +400,7 @@ def layer(
 
 
 @pytest.mark.parametrize("changes", [{}, {"groups": Groups(count=4, keep=2)}], ids=["", "groups"])
-def test_b16_a_rerun_counts_the_same_choices_for_the_terms(
+def test_a_rerun_counts_the_same_choices_for_the_terms(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All logits tie; noise in the rerun would choose, and weigh, others."""
@@ -423,7 +423,7 @@ def test_b16_a_rerun_counts_the_same_choices_for_the_terms(
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_b16_the_step_so_far_is_the_one_of_the_first_run() -> None:
+def test_the_step_so_far_is_the_one_of_the_first_run() -> None:
     """A later micro-batch that was counted before the rerun does not enter its value."""
     record = moe_of(Aux(over="global_batch"))
     router, balance = router_of(record.router), Balance(record)
@@ -436,7 +436,7 @@ def test_b16_the_step_so_far_is_the_one_of_the_first_run() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_b17_a_rerun_counts_nothing(recompute: bool) -> None:
+def test_a_rerun_counts_nothing(recompute: bool) -> None:
     """The counters hold tokens times K after any number of runs."""
     record = moe_of(*ALL, Bias(), selection_bias=True)
     router, balance = router_of(record.router), Balance(record)
@@ -467,7 +467,7 @@ def test_a_foreign_decision_is_counted_once() -> None:
     assert torch.equal(decision.plain_TK, own)
 
 
-def test_b18_one_update_per_step_from_the_whole_batch() -> None:
+def test_one_update_per_step_from_the_whole_batch() -> None:
     """Three micro-batches with an evaluation between them move the bias once, by hand's values."""
     record = moe_of(Bias(rate=0.01), selection_bias=True, score="sigmoid")
     router, balance = router_of(record.router), Balance(record)
@@ -492,7 +492,7 @@ def test_b18_one_update_per_step_from_the_whole_batch() -> None:
         assert router.selection_bias.abs().max() > 0
 
 
-def test_b18_an_evaluation_alone_moves_nothing() -> None:
+def test_an_evaluation_alone_moves_nothing() -> None:
     """Nothing was counted, so nothing is above or below the mean."""
     record = moe_of(Bias(), selection_bias=True)
     router, balance = router_of(record.router), Balance(record)
@@ -530,7 +530,7 @@ def test_the_update_counts_choices_before_drops() -> None:
 
 
 @pytest.mark.parametrize("cast", ["to", "half", "bfloat16", "type"])
-def test_b19_counts_that_differ_by_one_move_the_bias_apart(cast: str) -> None:
+def test_counts_that_differ_by_one_move_the_bias_apart(cast: str) -> None:
     """40,841 and 40,840 are the same number in bfloat16 and half."""
     record = moe_of(Bias(rate=1e-3), experts=2, top_k=1, renormalise=False, selection_bias=True)
     model = torch.nn.ModuleDict(

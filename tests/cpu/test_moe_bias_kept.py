@@ -38,7 +38,7 @@ def biases(job: Trainer) -> list[Tensor]:
     return [bias_E for bias_E in found if bias_E is not None]
 
 
-def test_b20_a_checkpoint_holds_the_bias(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_bias(tmp_path: Path) -> None:
     """It comes back to the bit, and moves on from there."""
     with job_of(tmp_path, model=MODEL) as job:
         for _ in range(3):  # an odd number of moves of one size never ends at zero
@@ -51,7 +51,7 @@ def test_b20_a_checkpoint_holds_the_bias(tmp_path: Path) -> None:
         assert [same_bits(a, b) for a, b in zip(biases(job), kept, strict=True)] == [True, True]
 
 
-def test_b20_a_folder_holds_the_bias(tmp_path: Path) -> None:
+def test_a_folder_holds_the_bias(tmp_path: Path) -> None:
     decoder = decoder_of("deepseek_v3")
     weights = weights_of(decoder)
     names = [name for name in weights if name.endswith("selection_bias")]
@@ -61,7 +61,7 @@ def test_b20_a_folder_holds_the_bias(tmp_path: Path) -> None:
         assert all(same_bits(found.tensors[name], weights[name]) for name in names)
 
 
-def test_b20_a_frozen_router_keeps_its_bias(tmp_path: Path) -> None:
+def test_a_frozen_router_keeps_its_bias(tmp_path: Path) -> None:
     with job_of(tmp_path, model=MODEL) as job:
         (_, first), (_, second) = job.model.moe_layers()
         first.router.weight.requires_grad_(False)

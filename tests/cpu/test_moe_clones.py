@@ -95,14 +95,14 @@ def check_plans(count: int, seed: int) -> None:
         check_plan(drawn(kind, ranks, slices, each, chance), ranks, record)
 
 
-def test_b66_plans_keep_rows_and_slots() -> None:
+def test_plans_keep_rows_and_slots() -> None:
     """Drawn and hostile counts, with slices of experts and without."""
     check_plans(70, 0)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(1, 11))
-def test_b66_many_plans_keep_rows_and_slots(seed: int) -> None:
+def test_many_plans_keep_rows_and_slots(seed: int) -> None:
     check_plans(1000, seed)
 
 

@@ -41,7 +41,7 @@ def written_out(experts: Experts, x_RD: Tensor, p_R: Tensor, on_input: bool) -> 
 
 @pytest.mark.parametrize("weigh", ["output", "input"])
 @pytest.mark.parametrize("policy", [None, Selective(modules=("experts",))])
-def test_b15_rows_of_no_expert_read_no_bias_and_leak_nothing(
+def test_rows_of_no_expert_read_no_bias_and_leak_nothing(
     policy: Selective | None, weigh: str
 ) -> None:
     torch.manual_seed(0)

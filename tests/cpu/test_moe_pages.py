@@ -72,7 +72,7 @@ def lives(seed: int, refused: bool) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_b96_what_is_taken_is_what_was_put(refused: bool) -> None:
+def test_what_is_taken_is_what_was_put(refused: bool) -> None:
     """To the bit, in any order of lives, whatever stands past the last row; what has no room is
     counted, and what comes after it is kept again.
     """
@@ -138,7 +138,7 @@ class Late(AsyncCopies):
 
 
 @pytest.mark.parametrize("on_way", [1, 2])
-def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
+def test_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
     """To the bit, of passes in drawn order, some sent for early, and copies as late as may be, in
     as many pages as layers on their way have; none is lost on either side.
     """
@@ -173,7 +173,7 @@ def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
         assert int(ring.allocated) == int(ring.freed) > 0
 
 
-def test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows() -> None:
+def test_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows() -> None:
     """Theirs would write on pages that others have by then."""
     held, departed, rows_NRD = stash(8, host=12), OffloadedLayers(1), torch.randn(3, 16, WIDTH)
     held.copies = Late(CPU)
@@ -187,7 +187,7 @@ def test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_row
     assert torch.equal(kept[0].load(), rows_NRD[0])
 
 
-def test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None:
+def test_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None:
     """Where tensors have a GPU and no values: what says where rows lie goes to where they are."""
     with FakeTensorMode(), force_triton(False):
         given = 4, 4, WIDTH, torch.float64, torch.device("cuda")
@@ -200,7 +200,7 @@ def test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None
         assert (here.rows_SD.device.type, host.rows_SD.device.type) == ("cuda", "cpu")
 
 
-def test_b96_overflow_says_how_much_is_missing() -> None:
+def test_overflow_says_how_much_is_missing() -> None:
     """In thousandths of the pages, rounded up."""
     held, ends_E = stash(7), torch.tensor([16])
     kept = [held.save(torch.randn(16, WIDTH), ends_E) for _ in range(3)]

@@ -389,7 +389,7 @@ def assert_head_equal(padded: Routed, short: Routed, rows: int) -> None:
 
 @pytest.mark.parametrize("pads", range(8))
 @pytest.mark.parametrize("policy", [None, "probs", "position"])
-def test_b12_padding_rows_are_not_routed(pads: int, policy: Any) -> None:
+def test_padding_rows_are_not_routed(pads: int, policy: Any) -> None:
     """They take no capacity, count nowhere, change no drop and get no gradient."""
     capacity = None if policy is None else Capacity(factor=0.8, drop=policy)
     router = router_of(record_of(), capacity=capacity)
@@ -428,9 +428,7 @@ def test_masking_equals_shortening_bit_for_bit(
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["softmax", "softmax of the chosen", "sum of two"])
 @pytest.mark.parametrize("factor", [None, 0.6])
-def test_b15_poison_in_padding_rows_stays_there(
-    name: str, poison: float, factor: float | None
-) -> None:
+def test_poison_in_padding_rows_stays_there(name: str, poison: float, factor: float | None) -> None:
     """NaN or infinity times zero would reach the router's gradient."""
     capacity = None if factor is None else Capacity(factor=factor)
     router = router_of(record_of(**SETTINGS[name]), capacity=capacity)
@@ -472,7 +470,7 @@ def test_no_valid_row_at_all(rows: int) -> None:
         lambda m: torch.nn.Sequential(m).to(torch.bfloat16)[0],
     ],
 )
-def test_b19_the_bias_stays_float32_whatever_the_model_is_cast_to(cast: Any) -> None:
+def test_the_bias_stays_float32_whatever_the_model_is_cast_to(cast: Any) -> None:
     """With all its digits."""
     router = router_of(record_of(selection_bias=True))
     before = router.selection_bias.clone()
@@ -491,7 +489,7 @@ def test_names_and_kinds_of_what_is_saved() -> None:
     assert router.to("meta").selection_bias.device.type == "meta"
 
 
-def test_b22_one_expert_per_token_still_teaches_the_router() -> None:
+def test_one_expert_per_token_still_teaches_the_router() -> None:
     """Settings whose single weight is always one are refused; the legal ones have a gradient."""
     for score in choices(Router, "score"):
         constant = Router(experts=12, top_k=1, score=score)

@@ -125,7 +125,7 @@ def test_round_robin_gives_all_experts_as_many() -> None:
     assert loads(router(tilted(), flow())) == [ROWS * 2 // EXPERTS] * EXPERTS
 
 
-def test_b86_any_token_is_dropped_the_same_ones_in_a_second_run() -> None:
+def test_any_token_is_dropped_the_same_ones_in_a_second_run() -> None:
     """Neither the first nor the likeliest stay more often than others; each step drops anew."""
     sizes: dict[str, Any] = {"experts": EXPERTS, "top_k": 2}
     router = made(Router(**sizes), Capacity(factor=0.5, drop="random"))
@@ -145,7 +145,7 @@ def test_b86_any_token_is_dropped_the_same_ones_in_a_second_run() -> None:
     assert abs(float(early / late) - 1) < 0.2
 
 
-def test_b86_jitter_is_of_the_step_and_the_row_and_of_training_alone() -> None:
+def test_jitter_is_of_the_step_and_the_row_and_of_training_alone() -> None:
     sizes: dict[str, Any] = {"experts": EXPERTS, "top_k": 2}
     plain, shaken = made(Router(**sizes)), made(Router(**sizes, jitter=0.25))
     x_TD = drawn(ROWS + 3, double=True)
@@ -179,7 +179,7 @@ def chosen_by_loop(scores: list[list[float]], taken: int, most: int) -> list[set
 
 
 @pytest.mark.parametrize("most", (0, 2))
-def test_b86_experts_choose_their_tokens(most: int) -> None:
+def test_experts_choose_their_tokens(most: int) -> None:
     """All have as many; what a token is not chosen by weighs nothing, padding is chosen by none."""
     router = made(ExpertChoice(experts=EXPERTS, top_k=2, most=most))
     x_TD = tilted()
@@ -196,7 +196,7 @@ def test_b86_experts_choose_their_tokens(most: int) -> None:
     assert torch.equal(alone, plain(x_TD, flow(training=False)).decision.experts_TK)
 
 
-def test_b86_quantiles_give_each_expert_its_share() -> None:
+def test_quantiles_give_each_expert_its_share() -> None:
     """One step asks for the order statistic; a few of the whole rate make loads even."""
     record = Router(experts=EXPERTS, top_k=2, selection_bias=True)
     router, balance = made(record), Balance(Moe(width=4, router=record, balance=(QUANTILE,)))
@@ -215,7 +215,7 @@ def test_b86_quantiles_give_each_expert_its_share() -> None:
     assert spread[0] > 90 and spread[-1] < 12
 
 
-def test_b86_idle_experts_add_what_they_are() -> None:
+def test_idle_experts_add_what_they_are() -> None:
     """A mixture whose experts give nothing adds shares of the row, and learned rows."""
     idle = Idle(identity=2, constant=2, zero=1)
     record = IdleRouter(experts=4, top_k=3, idle=idle)
@@ -250,7 +250,7 @@ def test_a_router_of_one_expert_and_one_that_is_idle_learns() -> None:
     assert [bool(names) for names in named] == [True, False]
 
 
-def test_b87_rows_of_a_latent_mixture_are_narrow_between_two_projections() -> None:
+def test_rows_of_a_latent_mixture_are_narrow_between_two_projections() -> None:
     """The sum of the experts' results is widened, not each of them; the gate shares both out."""
     shared = Shared(width=5, gate=True, two_way=True)
     record = Moe(width=4, latent=3, shared=shared, router=Router(experts=4, top_k=2))

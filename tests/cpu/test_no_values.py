@@ -93,7 +93,7 @@ MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("model", "ranks", "given"), FEW)
-def test_b69_passes_run_without_values(model: str, ranks: int, given: dict[str, Any]) -> None:
+def test_passes_run_without_values(model: str, ranks: int, given: dict[str, Any]) -> None:
     """Fixed room, clones, and what is made again: whatever is routed, shapes are the same."""
     assert found(model, ranks, given) == ({}, "")
 
@@ -122,7 +122,7 @@ OPERATORS += ("repeat_interleave.Tensor", "_local_scalar_dense", "_unique2")
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_b69_each_read_is_named_with_its_line(backward: bool) -> None:
+def test_each_read_is_named_with_its_line(backward: bool) -> None:
     """And all of them, not the first alone: in a forward, and where autograd runs a backward."""
     run = MoeFfn.run_experts
 

@@ -20,7 +20,7 @@ MODELS = reference()["models"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_b36_a_built_model_counts_as_published(name: str) -> None:
+def test_a_built_model_counts_as_published(name: str) -> None:
     """Parameters, active ones and FLOPs, of the full size. Plant: count every expert's products."""
     want = MODELS[name]
     model = DecoderModel(published(name), device="meta")

@@ -106,7 +106,7 @@ def beside_the_convention(record: Decoder) -> int:
 
 @pytest.mark.parametrize("lengths", [(12,), (5, 16, 2)])
 @pytest.mark.parametrize("name", DECODERS)
-def test_b36_flops_are_those_of_a_real_step(name: str, lengths: tuple[int, ...]) -> None:
+def test_flops_are_those_of_a_real_step(name: str, lengths: tuple[int, ...]) -> None:
     """Plant: in the layer, run every expert on every row; in the formula, the hidden size."""
     record = DECODERS[name]
     made = measured(record, lengths) - sum(lengths) * beside_the_convention(record)
@@ -116,7 +116,7 @@ def test_b36_flops_are_those_of_a_real_step(name: str, lengths: tuple[int, ...])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_b36_the_grouped_product_multiplies_no_more(precision: str) -> None:
+def test_the_grouped_product_multiplies_no_more(precision: str) -> None:
     record = of((GQA, Moe(width=16, router=ROUTER)))
     grouped = measured(record, (12, 7), precision, experts="grouped")
     assert grouped == measured(record, (12, 7), precision, experts="loop")

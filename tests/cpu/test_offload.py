@@ -37,7 +37,7 @@ def slots(folder: Path) -> tuple[HostPool, DiskFile, dict[str, Callable[[int], O
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_b26_a_slot_gives_back_what_was_put_there_and_what_was_changed_there(
+def test_a_slot_gives_back_what_was_put_there_and_what_was_changed_there(
     kind: str, tmp_path: Path
 ) -> None:
     pool, file, made = slots(tmp_path)
@@ -60,7 +60,7 @@ def test_b26_a_slot_gives_back_what_was_put_there_and_what_was_changed_there(
     assert not list(tmp_path.iterdir()), "the file has no name that could be left behind"
 
 
-def test_b26_a_slot_that_is_given_back_is_used_again_and_not_given_back_twice(
+def test_a_slot_that_is_given_back_is_used_again_and_not_given_back_twice(
     tmp_path: Path,
 ) -> None:
     file = DiskFile(str(tmp_path), 0)
@@ -84,7 +84,7 @@ def damaged(how: str, file: DiskFile) -> None:
     ("how", "said"),
     [("short", "4096 of the 8192 bytes of moments"), ("flipped", "5000 bytes of moments differ")],
 )
-def test_b26_what_is_not_as_it_was_written_is_named_with_rank_and_bytes(
+def test_what_is_not_as_it_was_written_is_named_with_rank_and_bytes(
     how: str, said: str, tmp_path: Path
 ) -> None:
     _, file, made = slots(tmp_path)
@@ -111,7 +111,7 @@ def test_a_folder_that_takes_no_file_and_a_full_disk_end_a_run_before_its_first_
         job_of(tmp_path, layout=placed("disk", tmp_path))
 
 
-def test_b26_a_disk_that_fails_in_mid_run_is_named_and_the_run_goes_on_elsewhere(
+def test_a_disk_that_fails_in_mid_run_is_named_and_the_run_goes_on_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job_of(tmp_path, "whole") as job:
@@ -138,7 +138,7 @@ def test_b26_a_disk_that_fails_in_mid_run_is_named_and_the_run_goes_on_elsewhere
 
 @pytest.mark.parametrize("at", ["host", "disk"])
 @pytest.mark.parametrize("step", ["device", "host"])
-def test_b26_copies_that_take_long_end_before_their_memory_is_used_again(
+def test_copies_that_take_long_end_before_their_memory_is_used_again(
     at: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job_of(tmp_path, "whole") as job:
@@ -157,9 +157,7 @@ def test_b26_copies_that_take_long_end_before_their_memory_is_used_again(
 
 
 @pytest.mark.parametrize("at", ["host", "disk"])
-def test_b26_weights_alone_are_loaded_and_at_rate_zero_nothing_moves(
-    at: str, tmp_path: Path
-) -> None:
+def test_weights_alone_are_loaded_and_at_rate_zero_nothing_moves(at: str, tmp_path: Path) -> None:
     with job_of(tmp_path, "first", layout=placed(at, tmp_path)) as job:
         job.step()
         job.save()

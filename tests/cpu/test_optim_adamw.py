@@ -132,7 +132,7 @@ def test_only_what_the_rule_names_decays() -> None:
         torch.testing.assert_close(p, before[name] * factor, rtol=1e-6, atol=0)
 
 
-def test_b13_a_zero_gradient_is_a_gradient() -> None:
+def test_a_zero_gradient_is_a_gradient() -> None:
     """Counters and moments of a parameter that no token reached go on as everywhere."""
     params = parameters()
     optimizer = AdamWOptimizer(AdamW(), params)
@@ -208,7 +208,7 @@ def test_a_gradient_of_another_memory_layout_is_read_rightly() -> None:
 
 @pytest.mark.parametrize("backend", ["fused", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_b26_state_goes_out_and_comes_back_exactly(backend: str, dtype: torch.dtype) -> None:
+def test_state_goes_out_and_comes_back_exactly(backend: str, dtype: torch.dtype) -> None:
     """Six steps at once are three, saved and loaded, and three more."""
     record = AdamW(lr=0.01, backend="reference" if dtype == torch.float64 else backend)
     whole, broken = parameters(dtype), parameters(dtype)

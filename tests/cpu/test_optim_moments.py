@@ -118,7 +118,7 @@ def test_moments_decay_and_grow_at_any_beta(kind: Any) -> None:
             )
 
 
-def test_b54_what_is_drawn_for_an_element_is_the_same_wherever_it_is() -> None:
+def test_what_is_drawn_for_an_element_is_the_same_wherever_it_is() -> None:
     """In pieces that axes cut, and runs of them; other moments, steps, names and seeds draw others.
 
     Plant: rows are numbered as in the piece.
@@ -172,7 +172,7 @@ def test_rounding_keeps_the_mean_and_what_the_format_has() -> None:
     assert narrow.values[3] == 0 and narrow.values[4] == -1
 
 
-def test_b54_adams_update_of_real_moments_is_near() -> None:
+def test_adams_update_of_real_moments_is_near() -> None:
     """Within 0.03, of bf16 within 0.005. Plant: codes without expansion of their range."""
     names = {key.split("/")[0] for key in STORED.files}
     for change, bound in (
@@ -195,7 +195,7 @@ def test_b54_adams_update_of_real_moments_is_near() -> None:
     ("shape", "size"),
     [((4, 256), 128), ((3, 130), 128), ((7, 16), 4), ((5, 6), 4), ((2, 3, 70), 32)],
 )
-def test_b54_parts_of_a_parameter_have_the_codes_of_the_whole(
+def test_parts_of_a_parameter_have_the_codes_of_the_whole(
     shape: tuple[int, ...], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut through groups and rows, in several pieces, and some elements at a time.

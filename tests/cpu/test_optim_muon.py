@@ -265,7 +265,7 @@ def test_matrices_that_were_made_anew_come_back_as_those_changed_in_place() -> N
         assert torch.equal(wholes.scatter(matrices, pieces)["w"], torch.full((2, 3), 2.0))
 
 
-def test_b13_an_expert_without_tokens_keeps_its_momentum_and_decays() -> None:
+def test_an_expert_without_tokens_keeps_its_momentum_and_decays() -> None:
     """A zero gradient from the start moves nothing but by decay; the others do not notice."""
     name = "layers.0.moe.experts.w_in"
     rule = Muon(lr=0.1, weight_decay=0.5)
@@ -291,7 +291,7 @@ def test_rate_zero_changes_no_weight() -> None:
     assert equal(params, parameters())
 
 
-def test_b26_state_goes_out_and_comes_back_exactly() -> None:
+def test_state_goes_out_and_comes_back_exactly() -> None:
     """Six steps at once are three, saved and loaded, and three more."""
     whole, broken = parameters(), parameters()
     unbroken = build(Muon(), whole)
@@ -413,7 +413,7 @@ def test_what_is_shown() -> None:
     assert names and MuonOptimizer(rule, vectors).describe()["muon"] == "0 parameters"
 
 
-def test_b89_heads_are_matrices_of_their_own() -> None:
+def test_heads_are_matrices_of_their_own() -> None:
     """The update is that of each head's rows alone; what has no heads is as without."""
     described = decoder(Gqa(heads=4, kv_heads=2, head_dim=4), DENSE)
     found, grads = [], dict[str, Tensor]()

@@ -61,7 +61,7 @@ def logits_of(data: ShardedState, rows: MicroBatch) -> Tensor:
 
 @pytest.mark.parametrize("alpha", (0.5, 0.2))
 @pytest.mark.parametrize("attention", (PLAIN, LATENT), ids=("gqa", "mla"))
-def test_b88_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: float) -> None:
+def test_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: float) -> None:
     """Each to the bound itself, and heads below it not at all, whatever key they share."""
     described = decoder(attention, DENSE)
     data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))

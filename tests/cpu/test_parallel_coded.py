@@ -75,7 +75,7 @@ def shared(recipe: Recipe, weights: dict[str, Tensor], ranks: int) -> tuple[dict
 
 
 @pytest.mark.parametrize("recipe", KINDS, ids=str)
-def test_b55_codes_of_runs_are_those_of_the_whole(recipe: Recipe) -> None:
+def test_codes_of_runs_are_those_of_the_whole(recipe: Recipe) -> None:
     weights = drawn()
     wanted = {
         name: QuantisedWeight.of(weights[name].flatten(groups, -2), recipe).along_inputs

@@ -131,7 +131,7 @@ def on(stream: FakeStream) -> Iterator[None]:
     here.stream = before
 
 
-def test_b42_each_lane_waits_for_what_it_takes_from_the_other(
+def test_each_lane_waits_for_what_it_takes_from_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Streams of CUDA acted out: work is behind what it takes, and not behind the other chain's."""

@@ -108,7 +108,7 @@ def test_all_forms_give_the_same_gradients() -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("policy", [Full(), EVERYTHING], ids=["full", "selective"])
-def test_b60_padding_rows_of_what_runs_again_reach_no_gradient(
+def test_padding_rows_of_what_runs_again_reach_no_gradient(
     policy: Record, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN stands in those of all that is made, each time, and in those of its gradient."""

@@ -131,7 +131,7 @@ def check(model: str, ranks: int, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("model", "ranks", "given"), FEW, ids=str)
-def test_b97_what_graphs_hold_is_planned(model: str, ranks: int, given: dict[str, Any]) -> None:
+def test_what_graphs_hold_is_planned(model: str, ranks: int, given: dict[str, Any]) -> None:
     check(model, ranks, given)
 
 

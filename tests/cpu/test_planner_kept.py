@@ -239,7 +239,7 @@ def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> N
         ("norms on heads, shared", "fp8_tensor", {"scaling": "delayed", "history": 3}, None),
     ],
 )
-def test_b55_bytes_of_codes_are_the_planned_ones(
+def test_bytes_of_codes_are_the_planned_ones(
     name: str, kind: str, changed: dict[str, Any], policy: Record | None
 ) -> None:
     """What several weights read is there once.
@@ -250,7 +250,7 @@ def test_b55_bytes_of_codes_are_the_planned_ones(
     check_codes(name, QUANTISE.kinds[kind].model_validate(changed), [policy])  # type: ignore[arg-type]
 
 
-def test_b55_codes_leave_for_the_host_as_planned() -> None:
+def test_codes_leave_for_the_host_as_planned() -> None:
     """Two of them in a byte too, and those of pre-activations. Plant: such never leave."""
     modules: tuple[Any, ...] = "attention", "experts", "shared"
     record = QUANTISE.kinds["nvfp4"].model_validate({"hidden": "codes"})
@@ -273,7 +273,7 @@ def test_b55_codes_leave_for_the_host_as_planned() -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", QUANTISE.kinds)
 @pytest.mark.parametrize("name", CODED)
-def test_b55_bytes_of_codes_are_so_under_every_policy(name: str, kind: str) -> None:
+def test_bytes_of_codes_are_so_under_every_policy(name: str, kind: str) -> None:
     """In published blocks and in small ones, with wide products of weights' gradients, and with
     codes of pre-activations."""
     made = QUANTISE.kinds[kind]
@@ -282,7 +282,7 @@ def test_b55_bytes_of_codes_are_so_under_every_policy(name: str, kind: str) -> N
 
 
 @pytest.mark.matrix
-def test_b55_the_measured_peak_of_a_step_is_near_the_planned_one() -> None:
+def test_the_measured_peak_of_a_step_is_near_the_planned_one() -> None:
     """Plant: runs of rows become codes all at once."""
     (found,) = rows("nvfp4, dense")
     assert abs(found["planned"] / found["tensors"] - 1) < 0.05

@@ -50,7 +50,7 @@ def with_special(theirs: Any, seed: str) -> list[str]:
     return [words(draws) + draws.choice(["", " "]) + t + words(draws, 2) for t in special]
 
 
-def test_b72_texts_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+def test_texts_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> None:
     ours, theirs = both
     for text in (*texts("text"), *with_special(theirs, "special")):
         assert ours.encode_prompt(text) == theirs(text)["input_ids"], text
@@ -61,7 +61,7 @@ def test_b72_texts_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> 
         assert document.tolist() == [*theirs(text)["input_ids"], *end], text
 
 
-def test_b72_pairs_are_those_of_trl(both: tuple[Tokenizer, Any]) -> None:
+def test_pairs_are_those_of_trl(both: tuple[Tokenizer, Any]) -> None:
     """TRL 1.16: the end is added unless it is there, and labels begin where the ids differ."""
     ours, theirs = both
     draws = Random("pairs")
@@ -79,7 +79,7 @@ def test_b72_pairs_are_those_of_trl(both: tuple[Tokenizer, Any]) -> None:
         assert mask.tolist() == [n >= shared for n in range(len(joint))]
 
 
-def test_b72_conversations_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+def test_conversations_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> None:
     ours, theirs = both
     draws = Random("chats")
     for _ in range(6):
@@ -91,7 +91,7 @@ def test_b72_conversations_have_the_ids_of_transformers(both: tuple[Tokenizer, A
         assert ids.tolist() == wanted
 
 
-def test_b72_named_tokens_and_sizes_are_those_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+def test_named_tokens_and_sizes_are_those_of_transformers(both: tuple[Tokenizer, Any]) -> None:
     ours, theirs = both
     assert ours.files.special_tokens() == theirs.special_tokens_map
     assert ours.end == theirs.eos_token
@@ -99,14 +99,14 @@ def test_b72_named_tokens_and_sizes_are_those_of_transformers(both: tuple[Tokeni
     assert {i: t for t, i in theirs.get_vocab().items()}[ours.size - 1]
 
 
-def test_b72_decoded_texts_are_those_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+def test_decoded_texts_are_those_of_transformers(both: tuple[Tokenizer, Any]) -> None:
     ours, theirs = both
     for text in texts("decoded"):
         ids = theirs(text)["input_ids"]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_b72_a_stored_and_exported_folder_is_read_alike(
+def test_a_stored_and_exported_folder_is_read_alike(
     both: tuple[Tokenizer, Any], tmp_path: Path
 ) -> None:
     ours, theirs = both
@@ -303,9 +303,7 @@ OF_MODEL = {"think": "<think>", "tool": {"__type": "AddedToken", **special("<too
     ],
     ids=["alone", "beside another"],
 )
-def test_b72_named_tokens_of_release_5_are_recognised(
-    fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_named_tokens_of_release_5_are_recognised(fields: dict[str, Any], tmp_path: Path) -> None:
     folder = write(tmp_path, byte_level(), eos_token=END_OF_TEXT, **fields)
     ours, theirs = from_path(str(folder)), AutoTokenizer.from_pretrained(folder)
     text = "a <think> b <tool><image>"
@@ -334,7 +332,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["as it is", "corrected", "right"],
 )
-def test_b72_words_of_mistral_are_those_of_transformers(
+def test_words_of_mistral_are_those_of_transformers(
     fix: bool | None, model: dict[str, str], noted: bool, large: Path
 ) -> None:
     fields = {"eos_token": END_OF_TEXT, "fix_mistral_regex": fix}
@@ -347,7 +345,7 @@ def test_b72_words_of_mistral_are_those_of_transformers(
     assert any("fix_mistral_regex" in note for note in ours.notes) == noted
 
 
-def test_b72_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     files = {"tokenizer.model": "x", "vocab.json": "{}"}
     folder = write(tmp_path, byte_level(), eos_token=END_OF_TEXT, files=files)
     (note,) = from_path(str(folder)).notes

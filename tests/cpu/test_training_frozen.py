@@ -28,7 +28,7 @@ SOME = ("embed.weight", "*.router.*", "*.experts.*", "layers.0.*", "norm.weight"
 ONE = (1, 1, 1)
 
 
-def test_b60_frozen_weights_have_no_gradient_and_others_the_same() -> None:
+def test_frozen_weights_have_no_gradient_and_others_the_same() -> None:
     described = decoder(MLA)
     found = []
     for record in (described, freeze(described, SOME)):
@@ -41,7 +41,7 @@ def test_b60_frozen_weights_have_no_gradient_and_others_the_same() -> None:
     assert all(torch.equal(whole[name], grad) for name, grad in part.items() if grad is not None)
 
 
-def test_b60_bytes_of_frozen_weights_are_those_of_the_compute_format() -> None:
+def test_bytes_of_frozen_weights_are_those_of_the_compute_format() -> None:
     """On the meta device, where nothing is allocated: what a step has, tensor by tensor."""
     record = freeze(decoder(), ("*.experts.*", "*.attention.*", "*.router.*", "embed.weight"))
     data = ShardedState(
@@ -76,7 +76,7 @@ def test_frozen_weights_cost_one_product_less() -> None:
     assert saved == 2 * passed * 16
 
 
-def test_b60_the_bias_of_a_frozen_router_stays() -> None:
+def test_the_bias_of_a_frozen_router_stays() -> None:
     free = decoder(GQA, moe(router=DEEP, balance=(Bias(rate=0.01),)))
     for record, moves in ((free, True), (freeze(free, ("*.router.*",)), False)):
         model = model_of(record)

@@ -248,7 +248,7 @@ def test_rewind_goes_back_and_leaves_the_data_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantise", [None, "mxfp8"])
-def test_b52_what_products_read_goes_back_with_the_weights(
+def test_what_products_read_goes_back_with_the_weights(
     tmp_path: Path, quantise: str | None
 ) -> None:
     """Copies in 16 bits, and codes: the step after a checkpoint is the same once it is read again.
@@ -432,7 +432,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> N
             assert torch.allclose(other[name], grad, rtol=1e-9, atol=1e-13), name
 
 
-def test_b18_the_bias_moves_once_a_step_whatever_runs_in_between(tmp_path: Path) -> None:
+def test_the_bias_moves_once_a_step_whatever_runs_in_between(tmp_path: Path) -> None:
     """Three micro-batches and an evaluation. Plant: update per micro-batch."""
     changes = {"model": DEEPSEEK, "train": {"batch": 3, "micro_batch": 1, "precision": "fp32"}}
     with job_of(tmp_path, **changes) as job:

@@ -83,7 +83,7 @@ def grads_of(model: DecoderModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", ["sigmoid", "ipo"])
-def test_b76_gradients_of_pairs_are_those_of_the_closed_form(form: Any) -> None:
+def test_gradients_of_pairs_are_those_of_the_closed_form(form: Any) -> None:
     """Sums over labels; against the model without its adapters."""
     model, (texts, batch), beta = adapted(), rows(), 0.7
     gains = [log_of(model, text) - without_adapters(model, text) for text in texts]
@@ -102,7 +102,7 @@ def test_b76_gradients_of_pairs_are_those_of_the_closed_form(form: Any) -> None:
 
 
 @pytest.mark.parametrize(("t", "k"), [(1.0, 0), (2.5, 0), (2.5, 5), (1.0, 64)])
-def test_b77_gradients_of_a_divergence_are_those_of_the_closed_form(t: float, k: int) -> None:
+def test_gradients_of_a_divergence_are_those_of_the_closed_form(t: float, k: int) -> None:
     """The teacher is another model, of other layers and width; of k tokens and of all others."""
     model, (texts, batch) = adapted(), rows()
     wider = decoder(GQA, moe(balance=()), moe(balance=())).model_copy(update={"hidden": 24})
@@ -130,7 +130,7 @@ def test_b77_gradients_of_a_divergence_are_those_of_the_closed_form(t: float, k:
         assert relative(grad, wanted[name]) <= 1e-10, name
 
 
-def test_b76_a_pair_stands_in_a_sequence_one_answer_after_the_other(tmp_path: Path) -> None:
+def test_a_pair_stands_in_a_sequence_one_answer_after_the_other(tmp_path: Path) -> None:
     loader = Loader(prepared(tmp_path, examples(6)), 64, 2, 2)
     for batch in loader.all_batches():
         assert len(batch.lengths) % 2 == 0 and batch.lengths
@@ -145,7 +145,7 @@ def test_b76_a_pair_stands_in_a_sequence_one_answer_after_the_other(tmp_path: Pa
             start += length
 
 
-def test_b77_scores_are_stored_once_and_read_by_each_step(tmp_path: Path) -> None:
+def test_scores_are_stored_once_and_read_by_each_step(tmp_path: Path) -> None:
     """With all tokens kept they say what the teacher does; others than asked for are refused."""
     write_chat_folder(tmp_path / "model")
     file, store = tmp_path / "chats.jsonl", tmp_path / "scores"
@@ -262,7 +262,7 @@ def test_losses_that_do_not_fit_a_run(tmp_path: Path) -> None:
         load(Run, raw)
 
 
-def test_b76_a_stored_reference_is_the_model_as_the_run_began(tmp_path: Path) -> None:
+def test_a_stored_reference_is_the_model_as_the_run_began(tmp_path: Path) -> None:
     """Also for a trainer that goes on later; answers are told apart better and better."""
     run = run_of(tmp_path, {"kind": "dpo", "reference": "stored"})
     with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
@@ -289,7 +289,7 @@ def test_b76_a_stored_reference_is_the_model_as_the_run_began(tmp_path: Path) ->
 FIGURES = ("preference/margin", "preference/accuracy")
 
 
-def test_b77_a_teacher_is_read_from_its_folder(tmp_path: Path) -> None:
+def test_a_teacher_is_read_from_its_folder(tmp_path: Path) -> None:
     """A student that begins as its teacher is where it should be; another one comes nearer."""
     with Trainer(load(Run, raw_run(tmp_path)).record, tmp_path / "base") as job:
         job.save()

@@ -33,7 +33,7 @@ def grads(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_b52_gradients_are_near_and_not_equal(kind: str) -> None:
+def test_gradients_are_near_and_not_equal(kind: str) -> None:
     """And recompute of blocks and of experts gives the same bits."""
     wide, narrow = grads(None), grads(kind)
     assert wide.keys() == narrow.keys()
@@ -45,7 +45,7 @@ def test_b52_gradients_are_near_and_not_equal(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", "mxfp8"])
-def test_b55_codes_that_travel_change_experts_gradients_alone(kind: str) -> None:
+def test_codes_that_travel_change_experts_gradients_alone(kind: str) -> None:
     """On one rank too: products along features read the same codes, and wide ones along rows what
     these stand for. Codes of that, with powers of two, differ only where numbers vanish.
 
@@ -60,7 +60,7 @@ def test_b55_codes_that_travel_change_experts_gradients_alone(kind: str) -> None
         assert all(0.01 < relative(found[1][name], found[0][name]) < 0.06 for name in changed)
 
 
-def test_b52_codes_are_those_of_the_weights_that_are_here_now() -> None:
+def test_codes_are_those_of_the_weights_that_are_here_now() -> None:
     """After a change in place, as an update makes one. Plant: codes stay as they were."""
     record = decoder().model_copy(update={"quantise": QUANTISE.kinds["mxfp8"]()})
     batch, old, new = padded_rows((9, 17), 6), model_of(record, "fp32"), model_of(record, "fp32")
@@ -76,7 +76,7 @@ PARTS = ("*.attention.*", "*.ffn.*", "*.moe.experts.*", "*.moe.shared.*")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_b52_each_part_of_a_block_reads_codes(part: str) -> None:
+def test_each_part_of_a_block_reads_codes(part: str) -> None:
     """Where the others are kept wide. Plant: experts stay wide."""
     wide = decoder()
     kept = tuple(other for other in PARTS if other != part)
@@ -92,7 +92,7 @@ CODES = {"kind": "fp8_block", "wire": "codes", "hidden": "codes"}
 
 
 @pytest.mark.parametrize("quantise", ["nvfp4", DELAYED], ids=["nvfp4", "delayed"])
-def test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one(
+def test_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one(
     tmp_path: Path, quantise: Any
 ) -> None:
     """Draws are by seed and step; codes and scales of moments are saved, and histories of scales.
@@ -136,7 +136,7 @@ def train_killed(folder: Path, out: str, at: int, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "quantise", ["nvfp4", "mxfp8", DELAYED, CODES], ids=["nvfp4", "mxfp8", "delayed", "codes"]
 )
-def test_b52_a_kill_at_any_step_leaves_the_bits_of_an_unbroken_run(
+def test_a_kill_at_any_step_leaves_the_bits_of_an_unbroken_run(
     tmp_path: Path, quantise: Any
 ) -> None:
     """At each step of five, at most one of which is made again, and all blocks of it; the unbroken
@@ -157,7 +157,7 @@ def test_b52_a_kill_at_any_step_leaves_the_bits_of_an_unbroken_run(
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", pytest.param("nvfp4", marks=pytest.mark.matrix)])
-def test_b54_a_block_that_is_not_finite_is_reported_with_weight_and_expert(
+def test_a_block_that_is_not_finite_is_reported_with_weight_and_expert(
     tmp_path: Path, kind: str
 ) -> None:
     """Not by its consequences: all gradients are NaN then. Plant: nothing is looked for."""
@@ -192,7 +192,7 @@ def test_the_banner_names_each_products_path_and_why(tmp_path: Path, wgrad: str,
     assert said in shown[at][1] and "all emulated (plain torch" in shown[at + 1][1]
 
 
-def test_b57_a_back_end_that_is_not_there_is_told_before_data_is_prepared(tmp_path: Path) -> None:
+def test_a_back_end_that_is_not_there_is_told_before_data_is_prepared(tmp_path: Path) -> None:
     """With how to get it. Plant: the first product tells."""
     quantise = {"kind": "fp8_block", "backend": "deep_gemm"}
     with pytest.raises(ValueError, match=r"deep_gemm cannot be used: .*Install 2.1 or newer"):

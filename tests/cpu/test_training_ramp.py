@@ -16,7 +16,7 @@ RAMP: dict[str, Any] = {
 SIZES = [2, 2, 4, 4, 6, 6, 8, 8]
 
 
-def test_b95_a_ramp_is_the_same_wherever_a_run_stops(tmp_path: Path) -> None:
+def test_a_ramp_is_the_same_wherever_a_run_stops(tmp_path: Path) -> None:
     notes = Notes()
     with job_of(tmp_path, "unbroken", notes, **RAMP) as job:
         job.train()
@@ -33,7 +33,7 @@ def test_b95_a_ramp_is_the_same_wherever_a_run_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_b95_data_ranks_share_each_batch(tmp_path: Path, ranks: int) -> None:
+def test_data_ranks_share_each_batch(tmp_path: Path, ranks: int) -> None:
     """All together read the order of a constant batch, with the same number each."""
     with job_of(tmp_path, **RAMP) as job:
         prepared, sizes = job.loader.prepared, job.loader.sizes
@@ -50,7 +50,7 @@ def test_b95_data_ranks_share_each_batch(tmp_path: Path, ranks: int) -> None:
     assert found == expected
 
 
-def test_b95_a_fork_with_another_ramp_reads_on(tmp_path: Path) -> None:
+def test_a_fork_with_another_ramp_reads_on(tmp_path: Path) -> None:
     """Its batch is that of its own ramp at the step where it begins."""
     with job_of(tmp_path, "old", **RAMP) as job:
         job.last_step = 3

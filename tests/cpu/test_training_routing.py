@@ -52,7 +52,7 @@ def rewritten(folder: Path, change: Callable[[Tensor], Tensor]) -> None:
         path.unlink()
 
 
-def test_b99_a_replay_is_the_run_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_is_the_run_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Drops among them. Plants: choices of the micro-batch before; what was dropped is sent."""
     at = str(tmp_path / "routing")
     recorded, _ = trained(tmp_path, "one", {"routing": {"record": at}})
@@ -75,7 +75,7 @@ def test_b99_a_replay_is_the_run_itself(tmp_path: Path, capsys: pytest.CaptureFi
         assert line["step"] == 0 or 0 < line["choices_kept"] <= 1 >= line["load_kept"] > 0
 
 
-def test_b99_choices_are_those_of_their_tokens(tmp_path: Path) -> None:
+def test_choices_are_those_of_their_tokens(tmp_path: Path) -> None:
     """Whoever recorded, and in whatever micro-batches: and drifted ones teach the router."""
     at, draw = tmp_path / "routing", torch.Generator().manual_seed(0)
     model = {"model": {"router": {"score": "sigmoid"}, "balance": []}}
@@ -98,7 +98,7 @@ def test_b99_choices_are_those_of_their_tokens(tmp_path: Path) -> None:
     assert routers and not any(torch.equal(drifted[n], usual[n]) for n in routers)
 
 
-def test_b99_a_pass_may_be_given_its_decisions() -> None:
+def test_a_pass_may_be_given_its_decisions() -> None:
     """Those of a sampler: other weights than training's chose, whose router learns all the same."""
     described = small.decoder(small.GQA, small.moe())
     sampler, model = (small.model_of(described, seed=seed) for seed in (1, 2))
@@ -128,7 +128,7 @@ def test_b99_a_pass_may_be_given_its_decisions() -> None:
         ({"train": {"batch": 8}}, "no choice of layers.0 for token 64"),
     ],
 )
-def test_b99_what_was_recorded_of_another_run_is_refused(
+def test_what_was_recorded_of_another_run_is_refused(
     tmp_path_factory: pytest.TempPathFactory,
     recorded: Path,
     changed: dict[str, Any],
@@ -152,7 +152,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_b99_what_no_choice_can_come_of_is_refused(tmp_path: Path) -> None:
+def test_what_no_choice_can_come_of_is_refused(tmp_path: Path) -> None:
     for routing in ({}, {"record": "a", "replay": "b"}):
         with pytest.raises(RunError, match=r"train\.routing\.replay"):
             run_of(tmp_path, train=TRAIN | {"routing": routing})

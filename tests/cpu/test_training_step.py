@@ -52,7 +52,7 @@ def strong(times: float = 1.0) -> tuple[Record, ...]:
 
 
 @pytest.mark.parametrize("times", [2, 4])
-def test_b05_a_step_of_equal_micro_batches_is_that_of_one(times: int) -> None:
+def test_a_step_of_equal_micro_batches_is_that_of_one(times: int) -> None:
     """Plant: add the terms of each micro-batch whole; divide them by the number of steps."""
     model, rows = model_of(sparse(*strong())), padded_rows((9, 5), 2)
     want, theirs = step(model, rows)
@@ -62,7 +62,7 @@ def test_b05_a_step_of_equal_micro_batches_is_that_of_one(times: int) -> None:
     assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-12)
 
 
-def test_b05_micro_batches_weigh_by_their_valid_rows() -> None:
+def test_micro_batches_weigh_by_their_valid_rows() -> None:
     """Sequences of 9 and 4 rows, together or apart: terms of single sequences do not notice."""
     terms = (Aux(over="sequence", coefficient=0.5), Z(coefficient=0.05))
     model, ids = model_of(sparse(*terms)), padded_rows((9, 4), 0)
@@ -81,7 +81,7 @@ def padded_part(whole: MicroBatch, start: int, end: int) -> MicroBatch:
     return alone
 
 
-def test_b06_what_the_terms_add_doubles_with_their_coefficients() -> None:
+def test_what_the_terms_add_doubles_with_their_coefficients() -> None:
     """In training itself. Plant: leave the terms out of the backward pass, or the coefficients."""
     rows, found = padded_rows((9, 5), 2), []
     for terms in ((), strong(), strong(2)):
@@ -93,7 +93,7 @@ def test_b06_what_the_terms_add_doubles_with_their_coefficients() -> None:
         assert relative(twice[name] - none[name], 2 * added) < 1e-9
 
 
-def test_b07_a_step_reports_loss_and_terms_apart() -> None:
+def test_a_step_reports_loss_and_terms_apart() -> None:
     """Whatever the coefficients. Plant: add the terms to the reported loss, or weigh them."""
     rows = padded_rows((9, 5), 2)
     plain, _ = step(model_of(sparse()), rows)
@@ -107,7 +107,7 @@ def test_b07_a_step_reports_loss_and_terms_apart() -> None:
 
 
 @pytest.mark.parametrize("over", ["micro_batch", "sequence", "global_batch"])
-def test_b08_layers_that_collapse_onto_different_experts_do_not_cancel(over: Any) -> None:
+def test_layers_that_collapse_onto_different_experts_do_not_cancel(over: Any) -> None:
     """Each layer sends all to an expert of its own. Plant: count over layers together."""
     router = Router(experts=2, top_k=1, renormalise=False)
     model = model_of(sparse(Aux(over=over, coefficient=1.0), router=router))
@@ -119,7 +119,7 @@ def test_b08_layers_that_collapse_onto_different_experts_do_not_cancel(over: Any
     assert (out.loss - out.lm_loss).item() == pytest.approx(2 * 2.0, rel=1e-12)
 
 
-def test_b18_every_layer_moves_its_bias_once_a_step(tmp_path: Path) -> None:
+def test_every_layer_moves_its_bias_once_a_step(tmp_path: Path) -> None:
     """Dense layers in between, several micro-batches. Plant: stop after the first layer."""
     model = {
         "family": "custom",

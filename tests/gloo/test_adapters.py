@@ -50,16 +50,16 @@ def failed(cases: list[ProofCase]) -> dict[str, Any]:
     return {v.layout: (v.problems, v.worst) for v in found if not v.passed}
 
 
-def test_b61_layouts_with_adapters_compute_what_one_rank_computes() -> None:
+def test_layouts_with_adapters_compute_what_one_rank_computes() -> None:
     assert not failed([case("gqa", "tp2 etp2", 2, {})])
 
 
-def test_b61_ranks_leave_the_same_features_out() -> None:
+def test_ranks_leave_the_same_features_out() -> None:
     cases = [case("gqa", sizes, 2, {}, DROPPED) for sizes in ("tp2 etp2", "cp2 ep2")]
     assert not failed(cases)
 
 
-def test_b61_adapters_of_experts_of_all_ranks_are_saved(quick: Path) -> None:
+def test_adapters_of_experts_of_all_ranks_are_saved(quick: Path) -> None:
     def work(job: Trainer) -> None:
         job.step()
         found = [(one.name, one.box, one.tensor.clone()) for one in job.state.weights()]

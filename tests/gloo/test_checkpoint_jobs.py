@@ -125,7 +125,7 @@ def seen(folder: Path) -> dict[int, list[str]]:
     return {p: sorted(x for ranks in found[p].values() for x in ranks) for p in sorted(found)}
 
 
-def test_b27_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes(quick: Path) -> None:
+def test_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes(quick: Path) -> None:
     """Pain 19: dp 2 to 1 to 2, with a step made again after a loss: the same rows in each step."""
 
     def steps(count: int, saved: int) -> Callable[[Trainer], None]:
@@ -180,7 +180,7 @@ def refusing_disk(job: Trainer, rank: int) -> None:
         Disk.write = refuse  # type: ignore[method-assign]
 
 
-def test_b26_checkpoints_behind_the_steps_hold_the_state_of_their_own_step(quick: Path) -> None:
+def test_checkpoints_behind_the_steps_hold_the_state_of_their_own_step(quick: Path) -> None:
     """Steps go on while a slow disk writes; the second one holds none of the first one's bytes."""
 
     def work(job: Trainer) -> None:

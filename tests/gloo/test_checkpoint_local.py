@@ -133,7 +133,7 @@ def test_where_a_machine_and_its_keeper_are_lost_the_checkpoint_is_taken(quick: 
     goes_on(quick, SAVED, "out/step-")
 
 
-def test_b26_a_checkpoint_that_is_newer_is_taken(quick: Path) -> None:
+def test_a_checkpoint_that_is_newer_is_taken(quick: Path) -> None:
     """Made in another layout, say, or while the machines' disks were full."""
 
     def work(job: Trainer) -> None:
@@ -153,7 +153,7 @@ def test_a_damaged_copy_is_passed_over_and_then_its_step(quick: Path) -> None:
     goes_on(quick, LAST - 2, "")
 
 
-def test_b26_two_pasts_are_never_mixed(quick: Path) -> None:
+def test_two_pasts_are_never_mixed(quick: Path) -> None:
     """A machine that was away comes back with copies of steps that were made again meanwhile."""
     shutil.copytree(quick / "b", quick / "away")
     shutil.rmtree(quick / "b")

@@ -1,4 +1,4 @@
-"""B26: state saved in one layout is, bit for bit, the state in every other, and goes on alike.
+"""State saved in one layout is, bit for bit, the state in every other, and goes on alike.
 
 Pain 8. A selection of the ordered pairs; ``make matrix`` makes all of them.
 """
@@ -16,9 +16,7 @@ FP8 = pytest.param("adamw fp8", "tied", marks=pytest.mark.matrix)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "model"), [*KINDS, FP8])
-def test_b26_any_layout_loads_in_any_other_and_trains_on(
-    kind: str, model: str, tmp_path: Path
-) -> None:
+def test_any_layout_loads_in_any_other_and_trains_on(kind: str, model: str, tmp_path: Path) -> None:
     places = [LAYOUTS[number] for number in SELECTED[kind]]
     assert pairs_fail(model, kind, places, places, tmp_path) == []
 

@@ -123,7 +123,7 @@ def test_one_rank_without_room_keeps_all_from_publishing(quick: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["missing", "twice"])
-def test_b25_boxes_of_some_ranks_alone_are_never_published(quick: Path, wrong: str) -> None:
+def test_boxes_of_some_ranks_alone_are_never_published(quick: Path, wrong: str) -> None:
     """Ranks that leave their experts out, or all write the same ones, end in an error on all."""
     folder = quick / "run"
     before = save(folder, 5, whole(5), {"step": 5}, ONE)

@@ -155,7 +155,7 @@ def test_a_disk_that_refuses_reports_ends_no_watch(
     assert "ranks hang" in capsys.readouterr().err
 
 
-def test_b34_the_first_rank_may_work_longer_than_the_time_out(tmp_path: Path) -> None:
+def test_the_first_rank_may_work_longer_than_the_time_out(tmp_path: Path) -> None:
     with one_at_a_time():
         word = launch(word_after, 2, 2 * BRIEF_S, "", str(tmp_path), time_out_s=BRIEF_S)
     assert word == "done" and not list(tmp_path.iterdir()), "an alarm was raised over nothing"

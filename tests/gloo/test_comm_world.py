@@ -61,7 +61,7 @@ def time_outs(rank: int, text: str, n: int) -> dict[str, float]:
     }
 
 
-def test_b34_every_group_has_the_configured_time_out() -> None:
+def test_every_group_has_the_configured_time_out() -> None:
     for found in run_ranks(time_outs, 4, "tp2 pp2 ep2", 4):
         assert len(found) == 3
         assert set(found.values()) == {TIME_OUT_S}

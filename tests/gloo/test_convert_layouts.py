@@ -134,7 +134,7 @@ def test_logits_are_those_of_transformers_after_the_same_steps(
 
 
 @pytest.mark.parametrize(("sizes", "count", "zero"), LAYOUTS)
-def test_b37_weights_are_handed_on_from_any_layout_as_they_are(
+def test_weights_are_handed_on_from_any_layout_as_they_are(
     tmp_path: Path, theirs: tuple[Path, Any], sizes: str, count: int, zero: int
 ) -> None:
     """Pain 11: the router stays float32 bit for bit, two hand-overs are the same bytes, no bucket
@@ -169,9 +169,7 @@ def test_b37_weights_are_handed_on_from_any_layout_as_they_are(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
-def test_b23_matrices_that_share_a_tensor_come_and_go_by_parts(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_matrices_that_share_a_tensor_come_and_go_by_parts(tmp_path: Path, model_type: str) -> None:
     """Tensor ranks read their heads of a folder, and hand on what lies there."""
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
@@ -232,7 +230,7 @@ def code(layer: int, expert: int) -> float:
 
 
 @pytest.mark.parametrize(("sizes", "count", "zero"), LAYOUTS)
-def test_b25_every_expert_of_every_rank_is_in_its_place(
+def test_every_expert_of_every_rank_is_in_its_place(
     tmp_path: Path, theirs: tuple[Path, Any], sizes: str, count: int, zero: int
 ) -> None:
     """Saved in a layout, exported to several files: each expert has its own value, and the index

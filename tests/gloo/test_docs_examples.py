@@ -40,7 +40,7 @@ def verified(path: Path, sizes: str, capsys: Any, *overrides: str) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_b10_an_example_computes_in_a_layout_what_one_rank_does(
+def test_an_example_computes_in_a_layout_what_one_rank_does(
     name: str, tmp_path: Path, capsys: Any
 ) -> None:
     """Its parts reach the ranks, which load what is made of them."""

@@ -13,7 +13,7 @@ FIRE = Fire(seconds=1.5, every_s=0.2)
 
 
 @pytest.mark.slow
-def test_b26_b27_a_run_under_fire_is_the_run_in_peace(tmp_path: Path) -> None:
+def test_a_run_under_fire_is_the_run_in_peace(tmp_path: Path) -> None:
     fire, peace = tmp_path / "fire", tmp_path / "peace"
     data = own_data(tmp_path)
     with one_at_a_time():

@@ -88,7 +88,7 @@ def stopped(at: int) -> Callable[[Path, Path], None]:
 
 
 @pytest.mark.slow
-def test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample(
+def test_kills_and_stops_change_no_bit_and_lose_no_sample(
     tmp_path: Path, unbroken: tuple[list[dict[str, Any]], Any]
 ) -> None:
     """Case 1, 17: the first rank dies too; each loses at most the step under way, a stop none."""

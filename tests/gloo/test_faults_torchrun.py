@@ -137,7 +137,7 @@ def losses(out: Path) -> list[tuple[int, int, float]]:
 
 
 @pytest.mark.slow
-def test_b27_ranks_that_torchrun_starts_again_go_on_with_the_same_data(tmp_path: Path) -> None:
+def test_ranks_that_torchrun_starts_again_go_on_with_the_same_data(tmp_path: Path) -> None:
     """Cases 1, 11: one agent counts two restarts more; then four forks; beside one rank."""
     alone, out = tmp_path / "alone", tmp_path / "out"
     with Trainer(load_run(run_file(tmp_path)), alone, [MetricsHook()]) as job:

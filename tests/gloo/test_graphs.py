@@ -102,7 +102,7 @@ def check(cases: tuple[dict[str, Any], ...], steps: int = 10) -> None:
             assert some == short, (rank, given)
 
 
-def test_b97_steps_by_graphs_are_the_steps() -> None:
+def test_steps_by_graphs_are_the_steps() -> None:
     """Losses, norms, router terms and weights after updates, to the bit."""
     check(FEW, 6)
 
@@ -129,7 +129,7 @@ def recorded(rank: int, by: str) -> list[int]:
 
 
 @pytest.mark.parametrize("by", ["step", "partial"])
-def test_b97_ranks_record_alike(by: str) -> None:
+def test_ranks_record_alike(by: str) -> None:
     """NCCL's rule, though only one rank's documents end where they did."""
     first, other = run_ranks(recorded, 2, by, time_out_s=120)
     assert first == other and first[-1] > 0, (first, other)

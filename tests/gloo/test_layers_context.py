@@ -172,13 +172,13 @@ def test_every_kind_equals_one_rank(cp: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("cp", "kind"), WORLDS)
-def test_b12_padding_gives_zeros_and_gets_no_gradient(cp: int, kind: str) -> None:
+def test_padding_gives_zeros_and_gets_no_gradient(cp: int, kind: str) -> None:
     ranks = finds(cp)
     assert {rank[kind, *cell].padding for rank in ranks for cell in CELLS} == {0.0}
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_b32_all_ranks_of_a_group_do_the_same_in_the_same_order(cp: int) -> None:
+def test_all_ranks_of_a_group_do_the_same_in_the_same_order(cp: int) -> None:
     """Operations by channel, forward and backward; a rank with nothing to say takes its turn."""
     said: dict[str, list[Any]] = {}
     for rank in finds(cp):

@@ -200,13 +200,13 @@ def test_more_steps_equal_one_rank(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_b04_router_terms_are_those_of_the_whole_micro_batch(world: int) -> None:
+def test_router_terms_are_those_of_the_whole_micro_batch(world: int) -> None:
     """Their gradients weigh as much as the loss's here, and ranks have unequal numbers of rows."""
     broken = worst(world, [case for case in CASES[world] if case.model == "aux"])
     assert not broken, broken
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_b11_a_term_of_sequences_sees_documents_that_ranks_share(world: int) -> None:
+def test_a_term_of_sequences_sees_documents_that_ranks_share(world: int) -> None:
     broken = worst(world, [case for case in CASES[world] if case.model == "aux of sequences"])
     assert not broken, broken

@@ -120,7 +120,7 @@ def present(rank: int, given: dict[str, Any]) -> tuple[int, int]:
     ("sizes", "schedule", "at"),
     [("pp2 vpp2", "interleaved", "host"), ("pp2", "1f1b", "disk")],
 )
-def test_b62_of_twenty_takes_nineteen_find_their_block_there(
+def test_of_twenty_takes_nineteen_find_their_block_there(
     sizes: str, schedule: str, at: str, tmp_path: Path
 ) -> None:
     """Where a copy takes as long as a layer; the first layer of a backward behind another waits."""

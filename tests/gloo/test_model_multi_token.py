@@ -10,7 +10,7 @@ FEW = (
 )
 
 
-def test_b83_ranks_compute_what_one_rank_computes() -> None:
+def test_ranks_compute_what_one_rank_computes() -> None:
     """Shifts cross the borders of ranks; the last stage has a share of the embedding's gradient."""
     every = matrix()
     cases = [case for name in ("models", "multi_token") for case in every[name]]

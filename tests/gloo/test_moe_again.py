@@ -53,7 +53,7 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
     return left, lacked
 
 
-def test_b65_a_run_with_steps_made_again_ends_as_the_one_without() -> None:
+def test_a_run_with_steps_made_again_ends_as_the_one_without() -> None:
     """State, selection biases and counters, to the bit: all rows have room in one round."""
     ran = [run_ranks(ended, 2, flagged, time_out_s=60) for flagged in (False, True)]
     for (left, lacked), (again, lacked_again) in zip(*ran, strict=True):

@@ -129,14 +129,14 @@ def check(sizes: str, ranks: int, way: str, slots: int) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "ranks", "way", "slots"), FEW)
-def test_b65_rooms_that_are_stated_are_enough(sizes: str, ranks: int, way: str, slots: int) -> None:
+def test_rooms_that_are_stated_are_enough(sizes: str, ranks: int, way: str, slots: int) -> None:
     """All to one expert, to one rank, each source its own, even, and by Zipf's law."""
     check(sizes, ranks, way, slots)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("sizes", "ranks", "way", "slots"), MORE)
-def test_b65_rooms_that_are_stated_are_enough_in_more_layouts(
+def test_rooms_that_are_stated_are_enough_in_more_layouts(
     sizes: str, ranks: int, way: str, slots: int
 ) -> None:
     check(sizes, ranks, way, slots)

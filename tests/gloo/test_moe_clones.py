@@ -115,13 +115,13 @@ def check(cases: dict[str, dict[str, Any]]) -> None:
             assert calls == {("all_to_all", way): n for way, n in ways.items()}, (rank, name)
 
 
-def test_b67_gradients_with_clones_are_those_of_one_rank() -> None:
+def test_gradients_with_clones_are_those_of_one_rank() -> None:
     """By fixed room and in pairs, with fetches in backward, and bit for bit the same again."""
     check(FEW)
 
 
 @pytest.mark.matrix
-def test_b67_gradients_of_more_layouts_with_clones_are_those_of_one_rank() -> None:
+def test_gradients_of_more_layouts_with_clones_are_those_of_one_rank() -> None:
     check(MORE)
 
 
@@ -138,7 +138,7 @@ def added(rank: int) -> bool:
     return torch.equal(home, want) if rank == 0 else not home.any()
 
 
-def test_b67_gradients_of_clones_are_added_in_the_order_of_ranks() -> None:
+def test_gradients_of_clones_are_added_in_the_order_of_ranks() -> None:
     """Whatever comes first: a repeated run has the same bits."""
     assert all(run_ranks(added, 4))
 

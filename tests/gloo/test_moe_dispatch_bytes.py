@@ -97,7 +97,7 @@ def orders(rank: int) -> list[list[tuple[str, int, str]]]:
     return found  # type: ignore[return-value]
 
 
-def test_b32_ranks_talk_in_one_order() -> None:
+def test_ranks_talk_in_one_order() -> None:
     """A rank without rows, and one with padding alone, take part in everything, like all others."""
     first, *others = run_ranks(orders, 4)
     assert all(other == first for other in others)

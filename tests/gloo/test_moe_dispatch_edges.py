@@ -57,22 +57,22 @@ def all_right(answers: list[dict[str, float]]) -> None:
         assert errors.keys() == WAYS.keys()
 
 
-def test_b13_a_rank_and_an_expert_without_rows() -> None:
+def test_a_rank_and_an_expert_without_rows() -> None:
     """Rank 1 has no token, and no token anywhere takes expert 3."""
     all_right(run_ranks(errors_of, 4, "idle"))
 
 
-def test_b14_rows_past_the_last_are_read_nowhere() -> None:
+def test_rows_past_the_last_are_read_nowhere() -> None:
     """They hold NaN in the forward pass and in gradients; all rows go to two of four ranks."""
     all_right(run_ranks(errors_of, 4, "one_rank"))
 
 
-def test_b40_ranks_with_different_numbers_of_rows() -> None:
+def test_ranks_with_different_numbers_of_rows() -> None:
     """3, 5, 7 and 9 rows, some of them padding and some copies dropped."""
     all_right(run_ranks(errors_of, 4, "dropped"))
 
 
-def test_b21_the_router_is_fed_through_every_way() -> None:
+def test_the_router_is_fed_through_every_way() -> None:
     """Weights get their gradient from the slices of an expert together, wherever these are."""
     all_right(run_ranks(errors_of, 4, "top_8", "ep2 etp2"))
 
@@ -198,7 +198,7 @@ def made_again(rank: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_b65_a_step_without_room_is_made_again_as_the_exact_one() -> None:
+def test_a_step_without_room_is_made_again_as_the_exact_one() -> None:
     """Gradients, figures and counters, on every rank alike, whichever of them lacked room.
 
     To the bit where all rows of a rank have room and those of a pair of ranks do not: one round.

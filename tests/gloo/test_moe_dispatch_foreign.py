@@ -182,7 +182,7 @@ def uneven(rank: int) -> list[str]:
     return said
 
 
-def test_b40_different_numbers_of_rows_are_refused_before_anything_is_sent() -> None:
+def test_different_numbers_of_rows_are_refused_before_anything_is_sent() -> None:
     first, second = run_ranks(uneven, 2)
     assert first == second and len(first) == 2
 

@@ -118,9 +118,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "sizes", "kind", "wide"), CASES)
-def test_b01_b02_gradients_are_those_of_one_rank(
-    ranks: int, sizes: str, kind: str, wide: bool
-) -> None:
+def test_gradients_are_those_of_one_rank(ranks: int, sizes: str, kind: str, wide: bool) -> None:
     """Each token counts once in an expert's gradient, over ep, etp, tp, pp and data ranks."""
     for rank, found in enumerate(answers(ranks, wide)):
         broken = {n: e for n, e in found[sizes, kind].items() if not e <= 1e-10}

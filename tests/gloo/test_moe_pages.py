@@ -149,7 +149,7 @@ def check(cases: tuple[Asked, ...]) -> None:
             assert error <= (1e-10 if asked.precision == "fp64" else 0.02), (rank, asked, error)
 
 
-def test_b96_values_are_those_of_rows_that_stay() -> None:
+def test_values_are_those_of_rows_that_stay() -> None:
     """To the bit; and a step that lacks pages is made again as the exact one."""
     check(FEW)
 
@@ -191,7 +191,7 @@ def check_peaks(schedules: tuple[str, ...], spill: float) -> None:
                 assert used <= pages and (used == pages or kind in PAIRS), (rank, kind, step.most)
 
 
-def test_b96_the_most_pages_are_those_planned() -> None:
+def test_the_most_pages_are_those_planned() -> None:
     check_peaks(("zb_h1", "gpipe"), 1)
 
 

@@ -113,7 +113,7 @@ def bounded(rank: int, sizes: str) -> dict[tuple[str, int], tuple[float, int, in
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS)
-def test_b65_no_rank_has_more_rows_than_its_room_whatever_is_routed(sizes: str) -> None:
+def test_no_rank_has_more_rows_than_its_room_whatever_is_routed(sizes: str) -> None:
     """Rounds are as many as the fullest rank needs, on all ranks; each runs again in backward."""
     counts = set()
     for rank, found in enumerate(run_ranks(bounded, 4, sizes, time_out_s=60)):
@@ -128,7 +128,7 @@ def test_b65_no_rank_has_more_rows_than_its_room_whatever_is_routed(sizes: str) 
     assert {1, 2} <= counts
 
 
-def test_b65_products_of_rounds_leave_no_rows_waiting() -> None:
+def test_products_of_rounds_leave_no_rows_waiting() -> None:
     """Where weights' products wait, one sum of each waits instead, whatever the rounds."""
     queue, weight = DeferredSink(), torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
     sink, kept = EagerSink(queue), []

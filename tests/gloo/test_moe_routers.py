@@ -4,7 +4,7 @@ from moefold.proof.matrix import matrix
 from moefold.proof.verify import prove
 
 
-def test_b86_routers_are_the_same_on_ranks() -> None:
+def test_routers_are_the_same_on_ranks() -> None:
     """Context ranks: the matrix has all axes, and the others."""
     names = "sinkhorn", "jitter and drops by chance", "expert choice of few"
     some = [f"{name}: cp2 on 2" for name in (*names, "idle experts and quantiles")]

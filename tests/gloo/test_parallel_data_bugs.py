@@ -56,7 +56,7 @@ def error(data: ShardedState, whole: dict[str, Tensor], times: float = 1.0) -> f
 
 
 def counted(case: Case) -> dict[str, Any]:
-    """Return what B03 looks at: the norm said, and the parts that it is made of."""
+    """Return the norm said, and the parts that it is made of."""
     data = opened(case, RANKS)
     figures = gradients(data, own(case, data), CHUNK)
     stated = {
@@ -70,7 +70,7 @@ def counted(case: Case) -> dict[str, Any]:
 
 
 def experts_alone(case: Case) -> float:
-    """Return what B01 looks at: the largest error of an expert's gradient."""
+    """Return the largest error of an expert's gradient."""
     data = opened(case, RANKS)
     gradients(data, own(case, data), CHUNK)
     whole, _ = one_rank(case.alone, case.micro_batches)
@@ -84,7 +84,7 @@ def experts_alone(case: Case) -> float:
 
 
 def repeated(case: Case) -> float:
-    """Return what B30 looks at: gradients of one micro-batch on every rank, again and again."""
+    """Return gradients of one micro-batch on every rank, again and again."""
     data = opened(case, RANKS)
     some = batches(1)
     times = case.micro_batches // data.parts.world.folding.dp
@@ -101,7 +101,7 @@ def repeated(case: Case) -> float:
 
 
 def without_rows(case: Case) -> dict[str, Any]:
-    """Return what B13 looks at, where data rank 1 has no valid row and an expert no token."""
+    """Return the losses and gradients where data rank 1 has no valid row and an expert no token."""
     data = opened(case, RANKS)
     empty = small.padded_rows((), 24)
     rows = [empty if number % 2 else batch for number, batch in enumerate(batches(4))]
@@ -151,7 +151,7 @@ def one_rank_frozen(alone: Case) -> dict[str, Tensor]:
 
 
 def next_step(case: Case) -> float:
-    """Return what B60 looks at: the largest error of a gradient after an update."""
+    """Return the largest error of a gradient after an update."""
     data = opened(case, RANKS)
     optimizer = data.optimizer(OPTIMIZERS[case.optim])
     for _ in range(2):
@@ -216,12 +216,12 @@ def of(what: str, case: Case) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", ASKED["experts"], ids=str)
-def test_b01_experts_gradients_are_sums_whatever_their_copies(case: Case) -> None:
+def test_experts_gradients_are_sums_whatever_their_copies(case: Case) -> None:
     assert max(of("experts", case)) <= 1e-12
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_b03_each_element_counts_once_in_the_norm(case: Case) -> None:
+def test_each_element_counts_once_in_the_norm(case: Case) -> None:
     told = of("counted", case)
     assert len({(rank["said"], rank["clip"]) for rank in told}) == 1
     stated: dict[tuple[str, Box], float] = {}
@@ -233,7 +233,7 @@ def test_b03_each_element_counts_once_in_the_norm(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", EMPTY, ids=str)
-def test_b13_ranks_without_rows_and_experts_without_tokens_have_zeros(case: Case) -> None:
+def test_ranks_without_rows_and_experts_without_tokens_have_zeros(case: Case) -> None:
     told = of("empty", case)
     assert len({rank["norm"] for rank in told}) == 1 and math.isfinite(told[0]["norm"])
     assert all(not rank["missing"] and rank["steps"] == {1} for rank in told)
@@ -242,12 +242,12 @@ def test_b13_ranks_without_rows_and_experts_without_tokens_have_zeros(case: Case
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_b30_no_micro_batch_and_no_rank_is_added_twice(case: Case) -> None:
+def test_no_micro_batch_and_no_rank_is_added_twice(case: Case) -> None:
     assert max(of("repeated", case)) <= 1e-12
 
 
 @pytest.mark.parametrize("case", AGAIN, ids=str)
-def test_b60_units_whose_weights_are_gathered_run_again_with_them(case: Case) -> None:
+def test_units_whose_weights_are_gathered_run_again_with_them(case: Case) -> None:
     assert max(of("again", case)) <= 1e-10
 
 

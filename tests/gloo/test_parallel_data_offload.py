@@ -22,7 +22,7 @@ BOUND = 1e-6
 
 
 @pytest.mark.parametrize("trip", TRIPS)
-def test_b26_state_elsewhere_is_saved_resumed_and_updated_to_the_same_bits(trip: Trip) -> None:
+def test_state_elsewhere_is_saved_resumed_and_updated_to_the_same_bits(trip: Trip) -> None:
     for rank in comparisons(SELECTED if trip in SELECTED else WIDE, PLACES):
         for count, differ, _ in rank[trip]:
             assert count > 20
@@ -30,7 +30,7 @@ def test_b26_state_elsewhere_is_saved_resumed_and_updated_to_the_same_bits(trip:
 
 
 @pytest.mark.parametrize("trip", [p for p in TRIPS if "muon" not in str(p)])
-def test_b26_a_step_of_the_host_is_a_step_of_the_device(trip: Trip) -> None:
+def test_a_step_of_the_host_is_a_step_of_the_device(trip: Trip) -> None:
     trips = tuple(t for t in (SELECTED if trip in SELECTED else WIDE) if t.first.optim == "adamw")
     for rank in comparisons(trips, BY_HOST):
         for _, _, far in rank[trip]:

@@ -28,22 +28,22 @@ def wrong(*cases: Case, ranks: int = 2) -> dict[str, float]:
     return found
 
 
-def test_b03_a_tied_embedding_is_summed_over_stages_and_counts_once() -> None:
+def test_a_tied_embedding_is_summed_over_stages_and_counts_once() -> None:
     assert not wrong(Case("pp2", "1f1b", "tied"), Case("pp2 vpp2", "zb_v", "tied"))
 
 
-def test_b06_router_terms_of_every_stage_reach_its_routers() -> None:
+def test_router_terms_of_every_stage_reach_its_routers() -> None:
     stages = {"stages": "Et|t|t|tL"}
     cases = [Case("pp2 vpp2", kind, "deep", 4, stages) for kind in ("interleaved", "merged")]
     assert not wrong(*cases)
 
 
-def test_b29_every_chunk_takes_its_own_micro_batch() -> None:
+def test_every_chunk_takes_its_own_micro_batch() -> None:
     cases = [Case("pp2 vpp2", kind, "deep", 5) for kind in ("zb_v", "dualpipe_v")]
     assert not wrong(*cases, Case("pp2 vpp2", "zb_h1", "deep", 4), Case("pp2", "gpipe"))
 
 
-def test_b30_each_weight_gradient_is_added_once() -> None:
+def test_each_weight_gradient_is_added_once() -> None:
     full = {"recompute": {"kind": "full"}}
     cases = [Case("pp2", kind, "deep", 4, full) for kind in ("zb_h1", "merged", "1f1b")]
     assert not wrong(*cases)
@@ -68,7 +68,7 @@ def threads(rank: int, case: Case, ranks: int) -> list[list[str]]:
     return [sorted(names) for names in used.values()]
 
 
-def test_b32_no_group_carries_operations_of_two_lanes() -> None:
+def test_no_group_carries_operations_of_two_lanes() -> None:
     # One layout's tensor ranks are its expert ranks, so that they share their group.
     for used in run_ranks(threads, 2, Case("tp2 ep2", "merged", "deep", 3), 2):
         assert ["exchange"] in used and ["main"] in used

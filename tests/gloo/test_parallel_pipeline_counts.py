@@ -141,7 +141,7 @@ def test_products_run_once_whether_put_off_or_not(sizes: str) -> None:
     assert products[0]["W"] > 0
 
 
-def test_b60_w_exchanges_nothing_and_computes_nothing_again() -> None:
+def test_w_exchanges_nothing_and_computes_nothing_again() -> None:
     # No weight has copies here, so that no data ranks sum a gradient once it is complete.
     plain, _, again = put_off("tp2 ep2")
     for (counts, added), (repeated, added_again) in zip(plain, again, strict=True):
@@ -162,7 +162,7 @@ def again(*kinds: str) -> Case:
     return Case("tp2", "zb_h1", "mla", MICRO_BATCHES, layout)
 
 
-def test_b60_what_is_made_again_is_made_once_and_nothing_else() -> None:
+def test_what_is_made_again_is_made_once_and_nothing_else() -> None:
     """Norms, copies of rows and padding take no product, the experts' pre-activation one."""
     layers, repeats = 2 * MICRO_BATCHES, {"experts": 1, "block": 2}
     kinds = ("norms", "permute", "mla_up", "attention", "experts", "gather", "block")

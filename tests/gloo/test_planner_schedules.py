@@ -311,7 +311,7 @@ def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -
     check(asked + others.get(kind, []))
 
 
-def test_b64_what_is_fetched_ahead_is_what_the_table_takes_next() -> None:
+def test_what_is_fetched_ahead_is_what_the_table_takes_next() -> None:
     """Of the micro-batch and the chunk whose backward is next, and of no other."""
     away = Away(("ffn",), ("attention",))
     check([Asked(WIDE, None, "pp2 vpp2", "interleaved", away=away)])
@@ -394,7 +394,7 @@ def test_so_it_is_where_any_activations_leave(sizes: str, kind: str) -> None:
 ROOMS = (("padded", 160, 0), ("spread", 80, 0), ("spread", 160, 1))
 
 
-def test_b64_so_it_is_where_room_is_stated() -> None:
+def test_so_it_is_where_room_is_stated() -> None:
     """Whatever the routing is, also where it lacks that room and the step is made twice; where
     rows have pages they have as many as are planned.
     """
@@ -408,7 +408,7 @@ def test_b64_so_it_is_where_room_is_stated() -> None:
     check([*asked, Asked(SHARED, ("block",), "pp2 ep2", "1f1b", codes="fp8_tensor delayed")])
 
 
-def test_b64_so_it_is_where_rows_are_sent_as_they_come() -> None:
+def test_so_it_is_where_rows_are_sent_as_they_come() -> None:
     """Where each goes is noted twice: as it leaves, and as it has come."""
     ways = product((SHARED, LATENT), (("gpipe", None), ("merged", ("block",))))
     check([Asked(block, again, "pp2 ep2", kind, even=True) for block, (kind, again) in ways])

@@ -138,7 +138,7 @@ def wrong(sendings: Sequence[Sending]) -> dict[str, object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sendings", [PAIRS, FOURS], ids=["2 ranks", "4 ranks"])
-def test_b55_a_step_sends_what_is_planned(sendings: Sequence[Sending]) -> None:
+def test_a_step_sends_what_is_planned(sendings: Sequence[Sending]) -> None:
     assert not wrong(sendings)
 
 

@@ -36,7 +36,7 @@ def wrong(cases: list[ProofCase], *quantities: str) -> dict[str, str]:
     return found
 
 
-def test_b03_every_weight_counts_once_in_the_norm() -> None:
+def test_every_weight_counts_once_in_the_norm() -> None:
     """Experts, weights that tensor ranks hold whole, and weights in pieces; the factor follows."""
     cases = [case("gqa", "tp2 ep2"), case("gqa", "cp2 etp2", zero=2), case("gqa", "", zero=3)]
     assert not wrong(cases, "grad_norm", "clip")
@@ -70,17 +70,17 @@ def changed(rank: int) -> list[str]:
     return found
 
 
-def test_b10_a_collective_leaves_what_it_is_given() -> None:
+def test_a_collective_leaves_what_it_is_given() -> None:
     assert run_ranks(changed, 2) == [[], []]
 
 
-def test_b10_ranks_with_different_numbers_of_rows_share_their_terms() -> None:
+def test_ranks_with_different_numbers_of_rows_share_their_terms() -> None:
     """A count of this rank alone that became everyone's would weigh rows by where they are."""
     cases = [case("idle ranks", sizes) for sizes in ("cp2", "")]
     assert not wrong(cases, "router/aux_sequence", "router/aux_global_batch", "gradients")
 
 
-def test_b30_each_pass_is_summed_over_ranks_once() -> None:
+def test_each_pass_is_summed_over_ranks_once() -> None:
     """Two passes on each rank; groups of experts' copies of one rank and, by turns, of two."""
     cases = [case("gqa", ("", "ep2")[zero % 2], zero=zero) for zero in range(4)]
     cases.append(case("gqa", "ep2", zero=2))
@@ -107,7 +107,7 @@ def pieces(layout: Layout, ranks: int) -> dict[str, tuple[Box, Tensor]]:
     return {name: (parts.shards[name].box, p.detach().clone()) for name, p in named}
 
 
-def test_b35_weights_start_alike_in_every_layout() -> None:
+def test_weights_start_alike_in_every_layout() -> None:
     """Copies are equal to the bit, experts all different, whichever ranks hold them."""
     parts = build_parts(EXPERTS, "fp32", Layout(), World.single())
     initialise(parts.model, EXPERTS, SEED)
@@ -121,7 +121,7 @@ def test_b35_weights_start_alike_in_every_layout() -> None:
     assert torch.pdist(w_EFD).min() > 0
 
 
-def test_b39_a_loss_over_a_shared_vocabulary_is_that_of_the_whole() -> None:
+def test_a_loss_over_a_shared_vocabulary_is_that_of_the_whole() -> None:
     """No logarithm of the number of ranks is added, and the label's own gradient is there."""
     cases = [case("dense", "tp2"), case("tied", "tp2")]
     assert not wrong(cases, "lm_loss", "evaluation", "gradients")

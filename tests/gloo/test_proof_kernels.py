@@ -15,7 +15,7 @@ SECONDS = 480
 
 
 @pytest.mark.slow
-def test_b41_b44_layouts_through_own_kernels_stay_within_their_rounding() -> None:
+def test_layouts_through_own_kernels_stay_within_their_rounding() -> None:
     """In a process of its own: the server that its ranks fork from has chosen the interpreter."""
     if find_spec("triton") is None:
         pytest.skip("kernels need Triton to be interpreted")

@@ -24,7 +24,7 @@ def chosen(*words: str) -> list[ProofCase]:
 
 
 @pytest.mark.slow
-def test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes() -> None:
+def test_few_bits_compute_on_four_ranks_what_one_computes() -> None:
     """Latents of tensor ranks' own rows, backward in halves and again; experts whose rows come
     from ranks that hold pieces of several micro-batches, with weights that come from others; and
     moments of runs that cut groups.

@@ -120,7 +120,7 @@ FROZEN = "centred without layer 0: tp2 ep2 on 2"
 
 
 @pytest.mark.slow
-def test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does() -> None:
+def test_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does() -> None:
     cases = few()
     assert len({block for c in cases for block in c.subject.decoder.blocks}) > 50
     proof = prove(cases)

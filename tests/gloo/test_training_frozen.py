@@ -43,7 +43,7 @@ def failed(cases: list[ProofCase]) -> dict[str, Any]:
     return {v.layout: (v.problems, v.worst) for v in found if not v.passed}
 
 
-def test_b60_layouts_with_frozen_weights_compute_what_one_rank_computes() -> None:
+def test_layouts_with_frozen_weights_compute_what_one_rank_computes() -> None:
     assert not failed([case(*one, FIRST) for one in FEW])
 
 

@@ -57,12 +57,12 @@ def failed(cases: list[ProofCase]) -> dict[str, Any]:
     return {v.layout: (v.problems, v.worst) for v in found if not v.passed}
 
 
-def test_b76_pairs_and_teachers_on_context_ranks_are_those_of_one_rank() -> None:
+def test_pairs_and_teachers_on_context_ranks_are_those_of_one_rank() -> None:
     cases = [case("ipo", "cp2", 2, {}), case("distill", "cp2", 2, {})]
     assert not failed(cases)
 
 
-def test_b77_pairs_and_teachers_where_ranks_share_the_vocabulary() -> None:
+def test_pairs_and_teachers_where_ranks_share_the_vocabulary() -> None:
     assert not failed([case(loss, "tp2", 2, {}) for loss in ("dpo", "distill", "top_k")])
 
 

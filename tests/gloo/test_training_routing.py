@@ -27,7 +27,7 @@ def losses(folder: Path, name: str, routing: dict[str, str], sizes: str, ranks: 
 @pytest.mark.parametrize(
     ("sizes", "ranks"), [("tp2 cp2 pp2", 8), ("ep4", 4), ("ep2 etp2", 4), ("cp2 pp2", 4), ("", 2)]
 )
-def test_b99_any_layout_reads_what_another_wrote(tmp_path: Path, sizes: str, ranks: int) -> None:
+def test_any_layout_reads_what_another_wrote(tmp_path: Path, sizes: str, ranks: int) -> None:
     """Ranks write what one does; of choices drawn by layer and token they make the same losses."""
     one, some = tmp_path / "one", tmp_path / "some"
     losses(tmp_path, "a", {"record": str(one)}, "", 1)

@@ -39,7 +39,7 @@ LARGE = Size(tokens=2**18 + 64, copies=2, hidden=4096, width=128, experts=16, de
 ROOM = 48 << 30
 
 
-def test_b31_more_elements_than_31_bits_count() -> None:
+def test_more_elements_than_31_bits_count() -> None:
     """Permute, grouped products and combine. Plant: 32-bit places of elements."""
     assert LARGE.tokens * LARGE.copies * LARGE.hidden > 2**31
     if torch.cuda.mem_get_info()[0] < ROOM:
@@ -147,7 +147,7 @@ def test_waiting_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
-def test_b14_dirty_memory_reaches_nothing(kernel: str) -> None:
+def test_dirty_memory_reaches_nothing(kernel: str) -> None:
     """The allocator hands out NaN; two steps in a row. Plant: read rows past the last offset."""
     record = decoder(GQA, moe(capacity=Capacity(factor=0.5)), moe())
     model, rows = on_device(record, "bf16", experts=kernel), padded_rows((40, 16), 8).to(DEVICE)

@@ -14,7 +14,7 @@ APART = "not knows and not 64_bits and not view"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_b41_b44_values_on_the_device_are_those_of_fp64(name: str) -> None:
+def test_values_on_the_device_are_those_of_fp64(name: str) -> None:
     done = run_on("cuda", name)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 

@@ -1,7 +1,7 @@
 """Plants bugs in a copy of the project and shows that tests fail: ``python -m tests.plants``.
 
-Words after it choose plants: a class (``b12``), or part of a plant's or a test's name. Each test
-is run once without a bug, where it must pass, and once with each bug, where it must fail.
+Words after it choose plants: part of what a plant says, of its test or of its file. Each test is
+run once without a bug, where it must pass, and once with each bug, where it must fail.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def try_plant(folder: Path, plant: Plant) -> tuple[bool, str]:
 
 def chosen(words: Sequence[str]) -> list[Plant]:
     """Return the plants that any of the words names; all without words."""
-    said = [(p, f"{p.bug} {p.said} {p.test} {p.file}") for p in PLANTS]
+    said = [(p, f"{p.said} {p.test} {p.file}") for p in PLANTS]
     return [plant for plant, text in said if not words or any(w in text for w in words)]
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", help="what chooses plants; without words all are tried")
     plants, missed = chosen(parser.parse_args(arguments).words), list[str]()
     if not plants:
-        parser.error(f"no plant is named by {' or '.join(arguments)}; try b01 to b99, or a test")
+        parser.error(f"no plant is named by {' or '.join(arguments)}; try a word, such as padding")
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="plants-") as name, ThreadPoolExecutor(cores) as pool:
         free = SimpleQueue[Path]()
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
             if not noticed:
                 missed.append(plant.said)
             word = "noticed " if noticed else "UNNOTICED"
-            print(f"{word} {plant.bug} {plant.said}", flush=True)
+            print(f"{word} {plant.said}", flush=True)
             print(
                 f"         {plant.path}, {plant.test.partition('::')[2]}: {why[:120]}", flush=True
             )

@@ -1,4 +1,4 @@
-"""Plants B04, B11, B12, B15 and B32 of context parallelism: what ranks share, see and say."""
+"""Planted bugs: context parallelism: what ranks share, see and say."""
 
 from tests.plants.plant import Plant
 
@@ -8,34 +8,30 @@ BLOCKS = "tests/cpu/test_kernels_attention_block.py::"
 
 PLANTS = (
     Plant(
-        "b04",
         "a router term counts the choices of one context rank",
-        STEPS + "test_b04_router_terms_are_those_of_the_whole_micro_batch",
+        STEPS + "test_router_terms_are_those_of_the_whole_micro_batch",
         "moe/balance.py",
         'ranks = flow.world.group("tp_cp")\n',
         'ranks = flow.world.group("tp")\n',
     ),
     Plant(
-        "b11",
         "documents are counted from a context rank's first row",
-        STEPS + "test_b11_a_term_of_sequences_sees_documents_that_ranks_share",
+        STEPS + "test_a_term_of_sequences_sees_documents_that_ranks_share",
         "data/batch.py",
         "rows_T = self.full_row_T[: self.n_valid]\n",
         "rows_T = torch.arange(self.n_valid, device=self.ids_T.device)\n",
     ),
     Plant(
-        "b12",
         "padding on a context rank is one more document",
-        ATTENTION + "test_b12_padding_gives_zeros_and_gets_no_gradient",
+        ATTENTION + "test_padding_gives_zeros_and_gets_no_gradient",
         "layers/context/visibility.py",
         "lengths = (len(self._local_rows(span, query_rank)) for span in self._segments)",
         "lengths = [len(self._local_rows(span, query_rank)) for span in self._segments]\n"
         "            lengths.append(self.rows - sum(lengths))",
     ),
     Plant(
-        "b12",
         "padding sees the last document",
-        ATTENTION + "test_b12_padding_gives_zeros_and_gets_no_gradient",
+        ATTENTION + "test_padding_gives_zeros_and_gets_no_gradient",
         "layers/context/visibility.py",
         "return [range(e - n, e) for e, n in zip(self._ends, self.lengths, strict=True)]",
         "ends = [*self._ends[:-1], self.rows * self.ranks]\n"
@@ -43,17 +39,15 @@ PLANTS = (
         "        return [range(s, e) for s, e in zip(starts, ends, strict=True)]",
     ),
     Plant(
-        "b15",
         "gradients begin as the rows times zero",
-        BLOCKS + "test_b15_rows_of_no_tile_leak_nothing",
+        BLOCKS + "test_rows_of_no_tile_leak_nothing",
         "kernels/attention/block.py",
         "torch.zeros_like(x, dtype=dtype) for x",
         "x.to(dtype) * 0 for x",
     ),
     Plant(
-        "b32",
         "a rank with nothing to send or receive leaves its turn out",
-        ATTENTION + "test_b32_all_ranks_of_a_group_do_the_same_in_the_same_order",
+        ATTENTION + "test_all_ranks_of_a_group_do_the_same_in_the_same_order",
         "layers/context/ring.py",
         "        pending = shift(sent_UW, into_UW, distance, self._ranks, self._label)\n",
         "        if not len(sent_UW) + rows:\n"

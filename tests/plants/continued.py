@@ -1,18 +1,17 @@
-"""Plants B93 to B95: what a changed run continues, its data, learning rate and batch."""
+"""Planted bugs: what a changed run continues: its data, learning rate and batch."""
 
 from tests.plants.plant import Plant
 
-FORKS = "tests/cpu/test_data_forks.py::test_b93_"
-SOURCES = "tests/pure/test_data_continued.py::test_b93_"
-RATES = "tests/pure/test_optim_rates.py::test_b94_"
+FORKS = "tests/cpu/test_data_forks.py::test_"
+SOURCES = "tests/pure/test_data_continued.py::test_"
+RATES = "tests/pure/test_optim_rates.py::test_"
 ORDER, PACKING = "data/order.py", "data/packing.py"
-RAMP = "tests/pure/test_training_ramp.py::test_b95_"
-RAMPED = "tests/cpu/test_training_ramp.py::test_b95_"
+RAMP = "tests/pure/test_training_ramp.py::test_"
+RAMPED = "tests/cpu/test_training_ramp.py::test_"
 CONTINUATION, PHASES = "training/continuation.py", "optim/rates.py"
 
 PLANTS = (
     Plant(
-        "b93",
         "the position of one source is used for another",
         SOURCES + "sources_are_recognised_by_their_tokens",
         ORDER,
@@ -20,7 +19,6 @@ PLANTS = (
         "if one.name == name or not by_name:",
     ),
     Plant(
-        "b93",
         "a new mixture is counted from the start of the run",
         FORKS + "another_mixture_reads_on_in_each_source",
         "data/loader.py",
@@ -28,7 +26,6 @@ PLANTS = (
         "return self.sizes.before(step) + self._offset",
     ),
     Plant(
-        "b93",
         "what shorter sequences gave is forgotten when their length changes",
         SOURCES + "text_continues_at_any_length_and_seed",
         ORDER,
@@ -36,7 +33,6 @@ PLANTS = (
         "return replace(self, cuts=((seq, n),))",
     ),
     Plant(
-        "b93",
         "the rest of an epoch begins where a whole sequence of the new length would",
         SOURCES + "text_continues_at_any_length_and_seed",
         PACKING,
@@ -44,7 +40,6 @@ PLANTS = (
         "start = self.tokens_given // self.seq * self.seq + n * self.seq",
     ),
     Plant(
-        "b93",
         "conversations that were given before a change of length are packed again",
         SOURCES + "conversations_continue_at_any_length_and_seed",
         PACKING,
@@ -52,7 +47,6 @@ PLANTS = (
         "for i in range(len(packs)))",
     ),
     Plant(
-        "b93",
         "the count of a source that is no longer read is dropped",
         FORKS + "a_source_that_was_left_out_goes_on_when_it_comes_back",
         "data/loader.py",
@@ -60,7 +54,6 @@ PLANTS = (
         "return tuple(given)",
     ),
     Plant(
-        "b93",
         "the epoch in progress gets the order of the new seed",
         SOURCES + "an_epoch_in_progress_keeps_its_seed_and_name",
         PACKING,
@@ -68,7 +61,6 @@ PLANTS = (
         "self._begun = Epochs(seed, name, tokens, given.cuts[0][0])",
     ),
     Plant(
-        "b93",
         "after an epoch that was continued, the first one is read again",
         SOURCES + "an_epoch_in_progress_keeps_its_seed_and_name",
         PACKING,
@@ -76,7 +68,6 @@ PLANTS = (
         "return self.given.epoch + epoch, position",
     ),
     Plant(
-        "b93",
         "repeats of a changed order are said and not refused",
         FORKS + "what_is_used_up_is_refused_with_counts_and_can_be_allowed",
         CONTINUATION,
@@ -84,7 +75,6 @@ PLANTS = (
         "if False:",
     ),
     Plant(
-        "b93",
         "files added to a source make it another source",
         FORKS + "a_source_whose_files_changed_is_told_from_another_one",
         CONTINUATION,
@@ -92,7 +82,6 @@ PLANTS = (
         "if True:",
     ),
     Plant(
-        "b93",
         "a checkpoint of an earlier version is converted without its mixture",
         FORKS + "checkpoints_with_one_position_are_converted",
         CONTINUATION,
@@ -100,7 +89,6 @@ PLANTS = (
         "one = replace(sequences.given_after(0), digest=part.digest)",
     ),
     Plant(
-        "b94",
         "an extension begins at the end of the curve, a step that was not taken",
         RATES + "an_extended_run_follows_the_stated_rule",
         PHASES,
@@ -108,7 +96,6 @@ PLANTS = (
         "before = rate_factor(phases, schedule, step)\n    if extend",
     ),
     Plant(
-        "b94",
         "a second decay begins at the peak",
         RATES + "an_extended_run_follows_the_stated_rule",
         PHASES,
@@ -116,7 +103,6 @@ PLANTS = (
         "return _fall(schedule, done, steps, 1.0)",
     ),
     Plant(
-        "b94",
         "a schedule of another length is taken without a word",
         RATES + "without_an_answer_the_rate_never_jumps",
         PHASES,
@@ -124,7 +110,6 @@ PLANTS = (
         "if False:",
     ),
     Plant(
-        "b94",
         "a second warm-up starts from zero",
         RATES + "an_extended_run_follows_the_stated_rule",
         PHASES,
@@ -132,7 +117,6 @@ PLANTS = (
         "return (done + 1) / (warmup + 1)",
     ),
     Plant(
-        "b95",
         "sequences before a step are those of its own size",
         RAMP + "a_ramp_over_steps_rises_in_a_line",
         "data/config.py",
@@ -140,7 +124,6 @@ PLANTS = (
         "return step * size",
     ),
     Plant(
-        "b95",
         "a ramp over tokens counts sequences",
         RAMP + "a_ramp_over_tokens_gives_each_size_its_share",
         "training/config.py",
@@ -148,7 +131,6 @@ PLANTS = (
         "until = -(-number * ramp.tokens // increments)",
     ),
     Plant(
-        "b95",
         "a fork with another ramp begins at the sequence of its own steps",
         RAMPED + "a_fork_with_another_ramp_reads_on",
         "training/state.py",

@@ -4,16 +4,15 @@ from tests.plants.plant import Plant
 
 CORPORA = "tests/pure/test_data_corpora.py::"
 FOREIGN_TOKENIZERS = "tests/pure/test_data_foreign_tokenizers.py::"
-CUT = CORPORA + "test_b43_a_compressed_file_that_is_cut_off_is_refused"
-PLAIN = CORPORA + "test_b43_compressed_lines_are_those_of_the_plain_file"
-FOREIGN = CORPORA + "test_b45_other_kinds_of_files_are_never_text"
-PARTS = "tests/pure/test_data_cuts.py::test_b65_parts_have_the_ids_of_the_whole"
-STAY_WHOLE = "tests/pure/test_data_cuts.py::test_b65_texts_of_other_tokenizers_stay_whole"
-SAVED = CORPORA + "test_b47_a_saved_folder_is_the_files_of_its_state"
+CUT = CORPORA + "test_a_compressed_file_that_is_cut_off_is_refused"
+PLAIN = CORPORA + "test_compressed_lines_are_those_of_the_plain_file"
+FOREIGN = CORPORA + "test_other_kinds_of_files_are_never_text"
+PARTS = "tests/pure/test_data_cuts.py::test_parts_have_the_ids_of_the_whole"
+STAY_WHOLE = "tests/pure/test_data_cuts.py::test_texts_of_other_tokenizers_stay_whole"
+SAVED = CORPORA + "test_a_saved_folder_is_the_files_of_its_state"
 
 PLANTS = (
     Plant(
-        "b43",
         "a compressed file that is cut off ends like one that is whole",
         CUT,
         "data/corpora/streams.py",
@@ -21,7 +20,6 @@ PLANTS = (
         "return False",
     ),
     Plant(
-        "b43",
         "what follows the first compressed stream of a file is lost",
         PLAIN,
         "data/corpora/streams.py",
@@ -29,7 +27,6 @@ PLANTS = (
         "return False\n            elif",
     ),
     Plant(
-        "b45",
         "a tar is text",
         FOREIGN,
         "data/corpora/streams.py",
@@ -37,7 +34,6 @@ PLANTS = (
         "return None",
     ),
     Plant(
-        "b45",
         "what is inside a compressed file is not looked at",
         FOREIGN,
         "data/corpora/streams.py",
@@ -45,15 +41,13 @@ PLANTS = (
         "head = file.peek(_HEAD)[:_HEAD]",
     ),
     Plant(
-        "b46",
         "a line has no limit",
-        CORPORA + "test_b46_no_document_is_longer_than_the_stated_limit",
+        CORPORA + "test_no_document_is_longer_than_the_stated_limit",
         "data/corpora/records.py",
         'check_size(f"{name}:{number}", len(line), "divide the line, or leave it out")',
         "",
     ),
     Plant(
-        "b47",
         "the cache of a saved set is read with it",
         SAVED,
         "data/corpora/tables.py",
@@ -61,63 +55,55 @@ PLANTS = (
         'return SavedSet(sorted(folder.glob("*.arrow")), columns, others)',
     ),
     Plant(
-        "b47",
         "columns that a saved set hides are read",
-        CORPORA + "test_b47_a_saved_folder_that_cannot_be_read_is_refused",
+        CORPORA + "test_a_saved_folder_that_cannot_be_read_is_refused",
         "data/corpora/sources.py",
         "if shown is None or name in shown]",
         "]",
     ),
     Plant(
-        "b58",
         "documents come in the order in which threads end",
-        "tests/pure/test_data_prepare.py::test_b58_documents_keep_their_order_whatever_the_threads",
+        "tests/pure/test_data_prepare.py::test_documents_keep_their_order_whatever_the_threads",
         "data/corpora/ahead.py",
         "if len(pending) == _THREADS:\n                    yield pending.popleft().result()",
         "if len(pending) == _THREADS:\n                    yield pending.pop().result()",
     ),
     Plant(
-        "b48",
         "links in a tar are passed over",
-        "tests/cpu/test_data_shards.py::test_b48_strange_members_are_refused_by_name",
+        "tests/cpu/test_data_shards.py::test_strange_members_are_refused_by_name",
         "data/shards.py",
         "if info.issym() or info.islnk():",
         "if False:",
     ),
     Plant(
-        "b48",
         "members whose names are in upper case are empty",
-        "tests/cpu/test_data_shards.py::test_b48_documents_are_the_samples_of_webdataset",
+        "tests/cpu/test_data_shards.py::test_documents_are_the_samples_of_webdataset",
         "data/shards.py",
         'partition("/")[2].partition(".")[2].lower()',
         'partition("/")[2].partition(".")[2]',
     ),
     Plant(
-        "b49",
         "merges are ordered by their text, not by score",
-        FOREIGN_TOKENIZERS + "test_b49_sentencepiece_files_give_their_library_s_ids",
+        FOREIGN_TOKENIZERS + "test_sentencepiece_files_give_their_library_s_ids",
         "data/foreign_tokenizers.py",
         "(-score, at, piece[:at], piece[at:])",
         "(at, -score, piece[:at], piece[at:])",
     ),
     Plant(
-        "b49",
         "ids of a tekken file are its ranks",
-        FOREIGN_TOKENIZERS + "test_b49_tekken_files_have_special_tokens_first_and_a_cut_vocabulary",
+        FOREIGN_TOKENIZERS + "test_tekken_files_have_special_tokens_first_and_a_cut_vocabulary",
         "data/foreign_tokenizers.py",
         '"vocab": {spelt(token): rank + first for',
         '"vocab": {spelt(token): rank for',
     ),
     Plant(
-        "b49",
         "a conversion is not proved",
-        FOREIGN_TOKENIZERS + "test_b49_what_cannot_be_converted_is_refused_with_a_way_out",
+        FOREIGN_TOKENIZERS + "test_what_cannot_be_converted_is_refused_with_a_way_out",
         "data/foreign_tokenizers.py",
         "    _prove(file, text, encode)\n",
         "",
     ),
     Plant(
-        "b65",
         "a text is cut before a line that belongs to the signs before it",
         PARTS,
         "data/cuts.py",
@@ -125,7 +111,6 @@ PLANTS = (
         "{_SPACES}|[!-~](?=",
     ),
     Plant(
-        "b65",
         "a text is cut at lines although a space is put before each part",
         PARTS,
         "data/cuts.py",
@@ -133,7 +118,6 @@ PLANTS = (
         "if len(found) == 1:",
     ),
     Plant(
-        "b65",
         "an added token may reach across a place to cut",
         STAY_WHOLE,
         "data/cuts.py",
@@ -141,7 +125,6 @@ PLANTS = (
         "if any(False for",
     ),
     Plant(
-        "b65",
         "merges over a space are not looked for",
         STAY_WHOLE,
         "data/cuts.py",

@@ -1,17 +1,13 @@
-"""Plants B26 and B27 of what goes on from memory when ranks have died."""
+"""Planted bugs: what goes on from memory when ranks have died."""
 
 from tests.plants.plant import Plant
 
-LIVED = (
-    "tests/gloo/test_faults_recover.py::"
-    "test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample"
-)
+LIVED = "tests/gloo/test_faults_recover.py::test_kills_and_stops_change_no_bit_and_lose_no_sample"
 EARLIER = "tests/gloo/test_comm_store.py::test_a_rank_does_not_meet_those_of_an_earlier_start"
 ON_DISKS = "tests/gloo/test_checkpoint_local.py::"
 
 PLANTS = (
     Plant(
-        "read",
         "only the rank whose read failed reports it",
         "tests/gloo/test_faults_policies.py::"
         "test_a_signal_or_a_failed_read_on_any_rank_ends_all_at_one_step",
@@ -20,7 +16,6 @@ PLANTS = (
         "if message is not None and rank == self._world.rank:",
     ),
     Plant(
-        "earlier",
         "a rank takes the ranks of an earlier start for those of its own",
         EARLIER,
         "comm/rendezvous.py",
@@ -28,7 +23,6 @@ PLANTS = (
         'if self._has(f"{round_}/all"):',
     ),
     Plant(
-        "earlier",
         "every meeting has the same number",
         EARLIER,
         "comm/rendezvous.py",
@@ -36,7 +30,6 @@ PLANTS = (
         "self._own = f'{info.rank}'",
     ),
     Plant(
-        "b26",
         "copies in memory hold no optimizer state",
         LIVED,
         "training/trainer.py",
@@ -44,7 +37,6 @@ PLANTS = (
         "return [held.tensor.detach() for held in self.state.weights()]",
     ),
     Plant(
-        "b26",
         "weights that stay whole are not brought up to date with what came from memory",
         LIVED,
         "training/trainer.py",
@@ -52,7 +44,6 @@ PLANTS = (
         "            return False\n",
     ),
     Plant(
-        "b27",
         "a run that goes on from memory leaves a step out",
         LIVED,
         "training/trainer.py",
@@ -60,17 +51,15 @@ PLANTS = (
         "Progress.from_dict({**progress, 'step': progress['step'] + 1})",
     ),
     Plant(
-        "b26",
         "copies on local disks are put together from two pasts",
-        ON_DISKS + "test_b26_two_pasts_are_never_mixed",
+        ON_DISKS + "test_two_pasts_are_never_mixed",
         "training/local.py",
         "holders.setdefault((copy.step, copy.session, copy.progress), {})",
         'holders.setdefault((copy.step, "", ""), {})',
     ),
     Plant(
-        "b26",
         "copies on local disks are taken before newer checkpoints",
-        ON_DISKS + "test_b26_a_checkpoint_that_is_newer_is_taken",
+        ON_DISKS + "test_a_checkpoint_that_is_newer_is_taken",
         "training/trainer.py",
         "0 if checkpoint is None else manifest.read(checkpoint).step",
         "0",

@@ -3,12 +3,12 @@
 from tests.plants.plant import Plant
 
 FOLDERS = "tests/cpu/test_convert_folders.py::"
-SCALES = FOLDERS + "test_b89_scales_of_each_form_multiply_as_in_transformers"
-PACKED = FOLDERS + "test_b89_scales_of_packed_experts_multiply"
-NUMBERS = FOLDERS + "test_b89_weights_that_are_no_numbers_are_refused"
-FILES = FOLDERS + "test_b89_what_is_no_file_is_refused_at_once"
-BESIDE = FOLDERS + "test_b89_an_adapter_beside_its_bases_config_is_an_adapter"
-LEFT = FOLDERS + "test_b89_an_adapter_beside_a_model_is_said_wherever_the_folder_is_read"
+SCALES = FOLDERS + "test_scales_of_each_form_multiply_as_in_transformers"
+PACKED = FOLDERS + "test_scales_of_packed_experts_multiply"
+NUMBERS = FOLDERS + "test_weights_that_are_no_numbers_are_refused"
+FILES = FOLDERS + "test_what_is_no_file_is_refused_at_once"
+BESIDE = FOLDERS + "test_an_adapter_beside_its_bases_config_is_an_adapter"
+LEFT = FOLDERS + "test_an_adapter_beside_a_model_is_said_wherever_the_folder_is_read"
 
 LACKED = (
     "tests/cpu/test_convert_import.py::"
@@ -18,7 +18,6 @@ OPTIONAL = "tests/cpu/test_convert_import.py::test_tensors_that_folders_may_lack
 
 PLANTS = (
     Plant(
-        "lack",
         "a tensor that a folder lacks is not a number",
         OPTIONAL,
         "convert/importer.py",
@@ -26,7 +25,6 @@ PLANTS = (
         "torch.nan",
     ),
     Plant(
-        "lack",
         "a folder may lack a tensor of one layer alone",
         OPTIONAL,
         "convert/plan.py",
@@ -34,7 +32,6 @@ PLANTS = (
         "if not all(piece.name in present for name in names",
     ),
     Plant(
-        "k1",
         "a norm after a dense layer is refused",
         LACKED,
         "model/families/axk1.py",
@@ -42,7 +39,6 @@ PLANTS = (
         "if norm and int(norm[1]) < 0:",
     ),
     Plant(
-        "b89",
         "bytes of scales are numbers",
         SCALES,
         "convert/importer.py",
@@ -50,7 +46,6 @@ PLANTS = (
         "",
     ),
     Plant(
-        "b89",
         "scales of rows are those of blocks of one row",
         SCALES,
         "convert/plan.py",
@@ -58,7 +53,6 @@ PLANTS = (
         "        return 1, 1\n",
     ),
     Plant(
-        "b89",
         "every expert has the first one's scale",
         PACKED,
         "convert/plan.py",
@@ -66,7 +60,6 @@ PLANTS = (
         "return (rows, columns) if scales in whole - {(*lead, 1, 1)} else None",
     ),
     Plant(
-        "b89",
         "an infinity passes",
         NUMBERS,
         "convert/source.py",
@@ -74,7 +67,6 @@ PLANTS = (
         "    return None\n",
     ),
     Plant(
-        "b89",
         "a device is a file",
         FILES,
         "files.py",
@@ -82,7 +74,6 @@ PLANTS = (
         "    if stat.S_ISREG(mode) or stat.S_ISCHR(mode):\n",
     ),
     Plant(
-        "b89",
         "an optimizer's state is a model's weights",
         BESIDE,
         "model/families/peft.py",
@@ -90,7 +81,6 @@ PLANTS = (
         'r"(model|pytorch_model|consolidated|optimizer)',
     ),
     Plant(
-        "b89",
         "explain does not say what lies beside a model",
         LEFT,
         "planner/notes.py",

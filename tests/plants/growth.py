@@ -1,13 +1,12 @@
-"""Plants B85: models that are grown."""
+"""Planted bugs: models that are grown."""
 
 from tests.plants.plant import Plant
 
-UPCYCLED = "tests/cpu/test_convert_growth.py::test_b85_an_upcycled_model_is_its_dense_one"
-SAME = "tests/cpu/test_convert_growth.py::test_b85_a_mixture_grows_into_one_that_computes_the_same"
+UPCYCLED = "tests/cpu/test_convert_growth.py::test_an_upcycled_model_is_its_dense_one"
+SAME = "tests/cpu/test_convert_growth.py::test_a_mixture_grows_into_one_that_computes_the_same"
 
 PLANTS = (
     Plant(
-        "b85",
         "rows of the router are not repeated",
         UPCYCLED,
         "convert/growth.py",
@@ -15,7 +14,6 @@ PLANTS = (
         "torch.randn(shards * copies, shape[1], generator=rng))",
     ),
     Plant(
-        "b85",
         "shards of a copy stand beside one another, their router's rows do not",
         UPCYCLED,
         "convert/growth.py",
@@ -23,7 +21,6 @@ PLANTS = (
         "for c in range(copies) for g in range(shards)]",
     ),
     Plant(
-        "b85",
         "a shard's output counts once",
         UPCYCLED,
         "convert/growth.py",
@@ -31,7 +28,6 @@ PLANTS = (
         "else (1.0, 1.0)",
     ),
     Plant(
-        "b85",
         "a new layer adds what the one before it adds",
         SAME,
         "convert/growth.py",
@@ -39,7 +35,6 @@ PLANTS = (
         "return tensor",
     ),
     Plant(
-        "b85",
         "what stands twice is read as twice as much",
         SAME,
         "convert/growth.py",
@@ -47,7 +42,6 @@ PLANTS = (
         "1",
     ),
     Plant(
-        "b85",
         "copies of an expert are as many times as much",
         SAME,
         "convert/growth.py",

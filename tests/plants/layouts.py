@@ -1,4 +1,4 @@
-"""Plants B03, B10, B20, B30, B33, B35 and B39: what several ranks, or a file, must agree on."""
+"""Planted bugs: what several ranks, or a file, must agree on."""
 
 from tests.plants.plant import Plant
 
@@ -7,166 +7,146 @@ BUGS = "tests/gloo/test_proof_bugs.py::"
 EXAMPLES = "tests/gloo/test_docs_examples.py::"
 KEPT = "tests/cpu/test_moe_bias_kept.py::"
 UNEVEN = "tests/cpu/test_kernels_uneven.py::"
-B03 = BUGS + "test_b03_every_weight_counts_once_in_the_norm"
-B39 = BUGS + "test_b39_a_loss_over_a_shared_vocabulary_is_that_of_the_whole"
+EVERY_WEIGHT = BUGS + "test_every_weight_counts_once_in_the_norm"
+LOSS_OVER = BUGS + "test_a_loss_over_a_shared_vocabulary_is_that_of_the_whole"
 
 PLANTS = (
     Plant(
-        "b03",
         "copies enter the norm as often as there are",
-        B03,
+        EVERY_WEIGHT,
         "parallel/data/sharding.py",
         "for n, p in trained.items() if not self._copy_index(n)[0]]",
         "for n, p in trained.items()]",
     ),
     Plant(
-        "b03",
         "experts are left out of the norm",
-        B03,
+        EVERY_WEIGHT,
         "parallel/data/sharding.py",
         "for n, p in trained.items() if not self._copy_index(n)[0]]",
         'for n, p in trained.items() if not self._copy_index(n)[0] and ".experts." not in n]',
     ),
     Plant(
-        "b10",
         "a sum over ranks is made in what it is given",
-        BUGS + "test_b10_a_collective_leaves_what_it_is_given",
+        BUGS + "test_a_collective_leaves_what_it_is_given",
         "comm/collectives.py",
         "return all_reduce_(x.clone(), group,",
         "return all_reduce_(x, group,",
     ),
     Plant(
-        "b10",
         "a rank divides by its own rows where the micro-batch's are meant",
-        BUGS + "test_b10_ranks_with_different_numbers_of_rows_share_their_terms",
+        BUGS + "test_ranks_with_different_numbers_of_rows_share_their_terms",
         "moe/balance.py",
         "total = (fraction_NE * probability_NE).sum() / observed.population",
         "total = (fraction_NE * probability_NE).sum() / len(probability_TE)",
     ),
     Plant(
-        "b10",
         "the mean that terms from outside take is that of the rows here",
-        EXAMPLES + "test_b10_an_example_computes_in_a_layout_what_one_rank_does",
+        EXAMPLES + "test_an_example_computes_in_a_layout_what_one_rank_does",
         "moe/balance.py",
         "(sum_rows(self.valid(values_T), None, 1).sum() / self.population)",
         "self.valid(values_T).mean()",
     ),
     Plant(
-        "b20",
         "the bias is no part of a checkpoint",
-        KEPT + "test_b20_a_checkpoint_holds_the_bias",
+        KEPT + "test_a_checkpoint_holds_the_bias",
         "moe/router.py",
         'self.register_buffer("selection_bias", bias_E)',
         'self.register_buffer("selection_bias", bias_E, persistent=False)',
     ),
     Plant(
-        "b20",
         "the bias is written in the weights' type",
-        KEPT + "test_b20_a_folder_holds_the_bias",
+        KEPT + "test_a_folder_holds_the_bias",
         "convert/exporter.py",
         'exact="selection_bias"',
         'exact="no such name"',
     ),
     Plant(
-        "b20",
         "the bias of a frozen router drifts",
-        KEPT + "test_b20_a_frozen_router_keeps_its_bias",
+        KEPT + "test_a_frozen_router_keeps_its_bias",
         "moe/balance.py",
         "        if router.weight.requires_grad:\n",
         "        if router.weight is not None:\n",
     ),
     Plant(
-        "b30",
         "sums of earlier passes are summed over ranks again",
-        BUGS + "test_b30_each_pass_is_summed_over_ranks_once",
+        BUGS + "test_each_pass_is_summed_over_ranks_once",
         "parallel/data/bucket.py",
         "self.summed_L = part_L if self.summed_L is None else self.summed_L.add_(part_L)\n"
         "        self.free_gradients()\n",
         "self.summed_L = part_L if self.summed_L is None else self.summed_L.add_(part_L)\n",
     ),
     Plant(
-        "b33",
         "experts end at a multiple of eight rows",
-        UNEVEN + "test_b33_offsets_end_where_rows_end",
+        UNEVEN + "test_offsets_end_where_rows_end",
         "moe/dispatch/routing_plan.py",
         "    return Permutation(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
         "    offs_B = (offs_B + 7) // 8 * 8\n"
         "    return Permutation(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
     ),
     Plant(
-        "b33",
         "widths that do not fit are handed on",
-        UNEVEN + "test_b33_widths_that_do_not_fit_are_refused_in_words",
+        UNEVEN + "test_widths_that_do_not_fit_are_refused_in_words",
         "kernels/grouped/grouped.py",
         "all(dim * dtype.itemsize % 16 == 0 for dim in dims)",
         "all(dim * dtype.itemsize >= 16 for dim in dims)",
     ),
     Plant(
-        "b33",
         "rows past a multiple of eight are left out of weight gradients",
-        UNEVEN + "test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly",
+        UNEVEN + "test_fewer_rows_than_any_multiple_are_multiplied_exactly",
         "kernels/grouped/grouped.py",
         "F.grouped_mm(dy_RO.t(), x_RI, offs=offs_E)",
         "F.grouped_mm(dy_RO.t(), x_RI, offs=offs_E // 8 * 8)",
     ),
     Plant(
-        "b33",
         "rows past a step are left out of weight gradients",
-        UNEVEN + "test_b33_products_in_steps_of_rows_reach_no_other_row",
+        UNEVEN + "test_products_in_steps_of_rows_reach_no_other_row",
         "kernels/linear/product.py",
         "        dy_TO, x_TI = (F.pad(rows[-rest:], padding) for rows in (dy_TO, x_TI))\n",
         "        return into_OI\n",
     ),
     Plant(
-        "b33",
         "the last expert's step takes other rows",
-        UNEVEN + "test_b33_products_in_steps_of_rows_reach_no_other_row",
+        UNEVEN + "test_products_in_steps_of_rows_reach_no_other_row",
         "kernels/grouped/loop.py",
         "[start - first : end - first]",
         "[: end - start]",
     ),
     Plant(
-        "b35",
         "every rank draws its experts from the first",
-        BUGS + "test_b35_weights_start_alike_in_every_layout",
+        BUGS + "test_weights_start_alike_in_every_layout",
         "model/init.py",
         "(end - start, *inner), std, start * math.prod(inner))",
         "(end - start, *inner), std)",
     ),
     Plant(
-        "b35",
         "values hang on the size of a rank's piece",
-        BUGS + "test_b35_weights_start_alike_in_every_layout",
+        BUGS + "test_weights_start_alike_in_every_layout",
         "model/init.py",
         "rows = draw_normal(seed, piece.name",
         "count = (end - start) * math.prod(inner)\n    rows = draw_normal(seed + count, piece.name",
     ),
     Plant(
-        "b39",
         "shares of the normaliser count more than once",
-        B39,
+        LOSS_OVER,
         "layers/loss.py",
         "normaliser_RC.logsumexp(0)",
         "(normaliser_RC.logsumexp(0) + 1)",
     ),
     Plant(
-        "b39",
         "a label of another share has a gradient here",
-        B39,
+        LOSS_OVER,
         "kernels/cross_entropy/chunked.py",
         "weight_c[:, None].neg().mul_(local_C1[rows])",
         "weight_c[:, None].neg()",
     ),
     Plant(
-        "graphs",
         "CUDA graphs are suggested whatever they cannot capture",
-        CHANGES + "test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them",
+        CHANGES + "test_graphs_are_a_change_where_a_run_file_may_ask_for_them",
         "planner/search_change.py",
         "return all(v.path not in",
         "return True or all(v.path not in",
     ),
     Plant(
-        "states",
         "a run file leaves out the ZeRO stage that a search chose",
         "tests/pure/test_planner_layouts.py::"
         "test_a_made_layout_is_the_one_that_its_run_file_states",
@@ -175,7 +155,6 @@ PLANTS = (
         'always = ["sizes"]',
     ),
     Plant(
-        "settled",
         "what leaves for a disk is sent to the host",
         "tests/pure/test_planner_recompute.py::test_what_leaves_is_settled_too",
         "planner/recompute.py",
@@ -183,7 +162,6 @@ PLANTS = (
         "    if True:\n",
     ),
     Plant(
-        "agree",
         "the first rank tells the others a record, which is no plain data",
         "tests/gloo/test_planner_state.py::test_ranks_agree_on_what_auto_recomputes",
         "training/memory.py",

@@ -3,20 +3,18 @@
 from tests.plants.plant import Plant
 
 CPU = "tests/cpu/test_training_losses.py::"
-PAIRS = CPU + "test_b76_gradients_of_pairs_are_those_of_the_closed_form"
-TEACHER = CPU + "test_b77_gradients_of_a_divergence_are_those_of_the_closed_form"
+PAIRS = CPU + "test_gradients_of_pairs_are_those_of_the_closed_form"
+TEACHER = CPU + "test_gradients_of_a_divergence_are_those_of_the_closed_form"
 CONTEXT = (
     "tests/gloo/test_training_losses.py::"
-    "test_b76_pairs_and_teachers_on_context_ranks_are_those_of_one_rank"
+    "test_pairs_and_teachers_on_context_ranks_are_those_of_one_rank"
 )
 VOCABULARY = (
-    "tests/gloo/test_training_losses.py::"
-    "test_b77_pairs_and_teachers_where_ranks_share_the_vocabulary"
+    "tests/gloo/test_training_losses.py::test_pairs_and_teachers_where_ranks_share_the_vocabulary"
 )
 
 PLANTS = (
     Plant(
-        "b76",
         "the reference is scored with its adapters on",
         PAIRS,
         "training/losses/dpo.py",
@@ -24,7 +22,6 @@ PLANTS = (
         "with torch.no_grad():",
     ),
     Plant(
-        "b76",
         "an answer's log-probability is a mean over its labels",
         PAIRS,
         "training/losses/dpo.py",
@@ -32,23 +29,20 @@ PLANTS = (
         "losses_P[: rows.n_valid].to(wide), 0).sum(1) / in_segment_NP.sum(1)",
     ),
     Plant(
-        "b76",
         "chosen and rejected change places",
-        CPU + "test_b76_a_stored_reference_is_the_model_as_the_run_began",
+        CPU + "test_a_stored_reference_is_the_model_as_the_run_began",
         "training/losses/dpo.py",
         "h = gain_N[0::2] - gain_N[1::2]",
         "h = gain_N[1::2] - gain_N[0::2]",
     ),
     Plant(
-        "b76",
         "a pair's answers are one conversation",
-        CPU + "test_b76_a_pair_stands_in_a_sequence_one_answer_after_the_other",
+        CPU + "test_a_pair_stands_in_a_sequence_one_answer_after_the_other",
         "data/packing.py",
         "parts = np.flatnonzero(np.diff(marks_N // REJECTED)) + 1",
         "parts = np.zeros(0, np.int64)",
     ),
     Plant(
-        "b76",
         "a context rank's share of an answer is taken for the answer",
         CONTEXT,
         "training/losses/dpo.py",
@@ -56,7 +50,6 @@ PLANTS = (
         "return log_N",
     ),
     Plant(
-        "b77",
         "the square of the temperature is missing",
         TEACHER,
         "layers/divergence.py",
@@ -64,7 +57,6 @@ PLANTS = (
         "return total, reduce_scatter(dx_PD.div_(temperature**2), ranks)",
     ),
     Plant(
-        "b77",
         "tokens that are not stored have no part in the divergence",
         TEACHER,
         "layers/divergence.py",
@@ -72,7 +64,6 @@ PLANTS = (
         "pass",
     ),
     Plant(
-        "b77",
         "tokens that are not stored are all pushed down",
         TEACHER,
         "layers/divergence.py",
@@ -80,15 +71,13 @@ PLANTS = (
         "pass",
     ),
     Plant(
-        "b77",
         "scores of another temperature are read",
-        CPU + "test_b77_scores_are_stored_once_and_read_by_each_step",
+        CPU + "test_scores_are_stored_once_and_read_by_each_step",
         "training/losses/distill.py",
         '        "temperature": record.temperature,\n    }',
         "    }",
     ),
     Plant(
-        "b77",
         "the largest probabilities of each share of the vocabulary are taken for the largest",
         VOCABULARY,
         "layers/divergence.py",
@@ -96,7 +85,6 @@ PLANTS = (
         "best, index = best[:, :k], torch.arange(k).expand(len(best), k)",
     ),
     Plant(
-        "b77",
         "a share of the vocabulary is normalised by itself",
         VOCABULARY,
         "layers/divergence.py",

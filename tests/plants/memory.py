@@ -3,109 +3,96 @@
 from tests.plants.plant import Plant
 
 ROOM = "tests/cpu/test_layers_offload.py::"
-B60 = ROOM + "test_b60_what_leaves_and_what_stays_is_what_is_planned"
-B62 = ROOM + "test_b62_layers_are_sent_for_before_they_are_taken"
-B64 = (
-    "tests/gloo/test_planner_schedules.py::"
-    "test_b64_what_is_fetched_ahead_is_what_the_table_takes_next"
+LEAVES_STAYS = ROOM + "test_what_leaves_and_what_stays_is_what_is_planned"
+LAYERS_SENT = ROOM + "test_layers_are_sent_for_before_they_are_taken"
+FETCHED_AHEAD = (
+    "tests/gloo/test_planner_schedules.py::test_what_is_fetched_ahead_is_what_the_table_takes_next"
 )
-ROOMS = "tests/gloo/test_planner_schedules.py::test_b64_so_it_is_where_room_is_stated"
-LIVES = "tests/cpu/test_moe_pages.py::test_b96_what_is_taken_is_what_was_put"
-SPILLED = "tests/cpu/test_moe_pages.py::test_b96_what_comes_back_from_the_host_is_what_was_put"
-PAGED = "tests/gloo/test_moe_pages.py::test_b96_values_are_those_of_rows_that_stay"
+ROOMS = "tests/gloo/test_planner_schedules.py::test_so_it_is_where_room_is_stated"
+LIVES = "tests/cpu/test_moe_pages.py::test_what_is_taken_is_what_was_put"
+SPILLED = "tests/cpu/test_moe_pages.py::test_what_comes_back_from_the_host_is_what_was_put"
+PAGED = "tests/gloo/test_moe_pages.py::test_values_are_those_of_rows_that_stay"
 
 PLANTS = (
     Plant(
-        "b60",
         "two views of one storage leave twice",
-        B60,
+        LEAVES_STAYS,
         "layers/saved_tensors.py",
         "        self._saved.set(tensor, ref(stored))\n",
         "",
     ),
     Plant(
-        "b60",
         "weights leave with the rows they are multiplied by",
-        B60,
+        LEAVES_STAYS,
         "layers/linear.py",
         "        flow.saved_tensors.keep_on_device(*operand.tensors)\n",
         "",
     ),
     Plant(
-        "b60",
         "what is made again holds its input on the device",
-        B60,
+        LEAVES_STAYS,
         "layers/saved_tensors.py",
         "tuple(self.pack(t.detach()) for t in inputs)",
         "tuple(t.detach() for t in inputs)",
     ),
     Plant(
-        "b60",
         "the layer before the loss leaves too",
-        B60,
+        LEAVES_STAYS,
         "layers/config.py",
         "round(fraction * max(layers - computes_loss, 0))",
         "round(fraction * layers)",
     ),
     Plant(
-        "b60",
         "an output that was changed in place is made again as it was before",
-        "tests/cpu/test_model_edges.py::test_b60_what_is_changed_in_place_is_kept_not_made_again",
+        "tests/cpu/test_model_edges.py::test_what_is_changed_in_place_is_kept_not_made_again",
         "layers/saved_tensors.py",
         "if region[2:] != self.region[2:]:",
         "if region[2:3] != self.region[2:3]:",
     ),
     Plant(
-        "b60",
         "what was made again is let go before its last taker has had it",
-        "tests/cpu/test_model_edges.py::test_b60_what_is_made_again_is_made_once_for_all_its_takers",
+        "tests/cpu/test_model_edges.py::test_what_is_made_again_is_made_once_for_all_its_takers",
         "layers/saved_tensors.py",
         "            output.recomputation.pending += 1\n",
         "            output.recomputation.pending = 1\n",
     ),
     Plant(
-        "b60",
         "what runs again reads the weights of the next step",
         "tests/cpu/test_model_edges.py::"
-        "test_b60_what_runs_again_reads_the_weights_that_its_forward_read",
+        "test_what_runs_again_reads_the_weights_that_its_forward_read",
         "layers/precision.py",
         "if entry is None or entry[2].dtype != dtype or not _is_current(weight, *entry[:2]):",
         "old = not torch.is_grad_enabled() and entry and not _is_current(weight, *entry[:2])\n"
         "        if entry is None or entry[2].dtype != dtype or old:",
     ),
     Plant(
-        "b60",
         "gathered weights come after what runs again has begun",
         "tests/gloo/test_parallel_data_bugs.py::"
-        "test_b60_units_whose_weights_are_gathered_run_again_with_them",
+        "test_units_whose_weights_are_gathered_run_again_with_them",
         "parallel/pipeline/passes.py",
         "self._backward_tasks.append([before, *backward, after])",
         "self._backward_tasks.append([*backward[:3], before, *backward[3:], after])",
     ),
     Plant(
-        "b60",
         "padding rows count where a layer runs again",
-        "tests/cpu/test_parallel_passes.py::"
-        "test_b60_padding_rows_of_what_runs_again_reach_no_gradient",
+        "tests/cpu/test_parallel_passes.py::test_padding_rows_of_what_runs_again_reach_no_gradient",
         "layers/flow.py",
         "return None if self.rows.n_valid == self.rows.rows else self.rows.n_valid",
         "all_ = self.saved_tensors.recomputing or self.rows.n_valid == self.rows.rows\n"
         "        return None if all_ else self.rows.n_valid",
     ),
     Plant(
-        "b60",
         "experts are chosen again where a block runs again",
         "tests/gloo/test_parallel_pipeline_counts.py::"
-        "test_b60_what_is_made_again_is_made_once_and_nothing_else",
+        "test_what_is_made_again_is_made_once_and_nothing_else",
         "moe/layer.py",
         "flow, flow.decisions.lookup(self._key))",
         "flow, None)",
     ),
     Plant(
-        "b60",
         "an action that makes gradients of weights alone exchanges",
         "tests/gloo/test_parallel_pipeline_counts.py::"
-        "test_b60_w_exchanges_nothing_and_computes_nothing_again",
+        "test_w_exchanges_nothing_and_computes_nothing_again",
         "parallel/pipeline/executor.py",
         "            in_flight.sink.drain()\n            return Chain((), ())\n",
         "            in_flight.sink.drain()\n"
@@ -114,48 +101,42 @@ PLANTS = (
         "            return Chain((), ())\n",
     ),
     Plant(
-        "b62",
         "what is taken next is not sent for",
-        B62,
+        LAYERS_SENT,
         "layers/offload.py",
         "        layers.prefetch(layer)\n",
         "",
     ),
     Plant(
-        "b62",
         "all layers are sent for at once",
-        B62,
+        LAYERS_SENT,
         "layers/offload.py",
         "first - self._in_flight + (layer is None)",
         "0 * first",
     ),
     Plant(
-        "b62",
         "a backward's first layers are sent for once it begins",
         "tests/gloo/test_layers_offload_ahead.py::"
-        "test_b62_of_twenty_takes_nineteen_find_their_block_there",
+        "test_of_twenty_takes_nineteen_find_their_block_there",
         "parallel/pipeline/executor.py",
         "                if not has_backward:\n",
         "                if has_backward and False:\n",
     ),
     Plant(
-        "b26",
         "memory that activations pass to disk is used again before their copy ended",
-        ROOM + "test_b26_memory_that_copies_pass_is_not_used_again_before_they_ended",
+        ROOM + "test_memory_that_copies_pass_is_not_used_again_before_they_ended",
         "layers/offload.py",
         "self._own = threading.local()",
         "self._own = type('_Shared', (), {})()",
     ),
     Plant(
-        "b64",
         "what is fetched ahead is of the step after the next",
-        B64,
+        FETCHED_AHEAD,
         "parallel/pipeline/executor.py",
         "self.plan.line[index : index + 1]",
         "self.plan.line[index + 1 : index + 2]",
     ),
     Plant(
-        "b64",
         "a product that waits holds all that was computed before it",
         ROOMS,
         "kernels/linear/product.py",
@@ -163,15 +144,13 @@ PLANTS = (
         "x_TI = x_TI",
     ),
     Plant(
-        "b64",
         "of rows that are sent as they come one order is planned",
-        "tests/gloo/test_planner_schedules.py::test_b64_so_it_is_where_rows_are_sent_as_they_come",
+        "tests/gloo/test_planner_schedules.py::test_so_it_is_where_rows_are_sent_as_they_come",
         "moe/describe.py",
         "places += received",
         "pass",
     ),
     Plant(
-        "b64",
         "rows of latents are planned where they are sent",
         ROOMS,
         "moe/describe.py",
@@ -179,7 +158,6 @@ PLANTS = (
         '            if True:\n                yield Saved("latent.rows"',
     ),
     Plant(
-        "b96",
         "a page is free before its rows were read",
         LIVES,
         "kernels/pages/ring.py",
@@ -187,7 +165,6 @@ PLANTS = (
         "self.allocated += torch.where(fits, (needed - 1).clamp(min=0), 0)",
     ),
     Plant(
-        "b96",
         "the ring of free pages wraps over a live one",
         LIVES,
         "kernels/pages/ring.py",
@@ -195,7 +172,6 @@ PLANTS = (
         "fits = needed <= self.pages",
     ),
     Plant(
-        "b96",
         "pages that were read stand in the ring in another order than they are given back",
         LIVES,
         "kernels/pages/ring.py",
@@ -203,15 +179,13 @@ PLANTS = (
         "entry_M = torch.where(valid_M, (self.allocated + index_M) % self.pages, self.pages)",
     ),
     Plant(
-        "b96",
         "rows past the last are read and kept",
-        "tests/triton/test_pages.py::test_b96_only_rows_that_count_are_moved",
+        "tests/triton/test_pages.py::test_only_rows_that_count_are_moved",
         "kernels/pages/fused.py",
         "valid = row < tl.load(count)\n",
         "valid = row < tl.load(count) + 1\n",
     ),
     Plant(
-        "b96",
         "a page is free before its rows are on the host",
         SPILLED,
         "layers/stash.py",
@@ -219,7 +193,6 @@ PLANTS = (
         "            self._ring.free(self._page_M)\n",
     ),
     Plant(
-        "b96",
         "rows are taken before they are back from the host",
         SPILLED,
         "layers/stash.py",
@@ -227,7 +200,6 @@ PLANTS = (
         "                self.prefetch()\n",
     ),
     Plant(
-        "b96",
         "rows come back from the host to pages that others have",
         SPILLED,
         "layers/stash.py",
@@ -235,7 +207,6 @@ PLANTS = (
         "",
     ),
     Plant(
-        "b96",
         "pages of the host are not given back",
         SPILLED,
         "layers/stash.py",
@@ -243,33 +214,29 @@ PLANTS = (
         "",
     ),
     Plant(
-        "b96",
         "copies of a step that was given up go on in the next one",
         "tests/cpu/test_moe_pages.py::"
-        "test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows",
+        "test_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows",
         "layers/stash.py",
         "            copy.exception()",
         "            ()",
     ),
     Plant(
-        "b96",
         "where rows lie on the host is looked up on the device",
         "tests/cpu/test_moe_pages.py::"
-        "test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back",
+        "test_rows_without_kernels_of_their_own_go_to_the_host_and_back",
         "kernels/pages/ring.py",
         "target._row_slots(into_M, count, room).to(device)",
         "target._row_slots(into_M, count, room)",
     ),
     Plant(
-        "b96",
         "pages whose rows have left are planned until those are taken",
-        "tests/gloo/test_moe_pages.py::test_b96_the_most_pages_are_those_planned",
+        "tests/gloo/test_moe_pages.py::test_the_most_pages_are_those_planned",
         "spec/pages.py",
         "                    self._used -= left_pages\n",
         "",
     ),
     Plant(
-        "b96",
         "a step that lacked pages is taken as it is",
         PAGED,
         "parallel/limits.py",
@@ -277,7 +244,6 @@ PLANTS = (
         "torch.stack([rows, rows])",
     ),
     Plant(
-        "b96",
         "rows of the first expert alone are kept",
         PAGED,
         "layers/stash.py",

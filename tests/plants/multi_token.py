@@ -3,14 +3,13 @@
 from tests.plants.plant import Plant
 
 CPU = "tests/cpu/test_model_multi_token.py::"
-STEP = CPU + "test_b80_a_step_is_that_of_a_plain_reference"
-ZERO = CPU + "test_b81_a_weight_of_zero_leaves_all_other_gradients_as_they_are"
+STEP = CPU + "test_a_step_is_that_of_a_plain_reference"
+ZERO = CPU + "test_a_weight_of_zero_leaves_all_other_gradients_as_they_are"
 FOLDER = "tests/cpu/test_convert_multi_token.py::"
-RANKS = "tests/gloo/test_model_multi_token.py::test_b83_ranks_compute_what_one_rank_computes"
+RANKS = "tests/gloo/test_model_multi_token.py::test_ranks_compute_what_one_rank_computes"
 
 PLANTS = (
     Plant(
-        "b80",
         "a label of a further token crosses a document's end",
         STEP,
         "data/batch.py",
@@ -18,15 +17,13 @@ PLANTS = (
         "end_T = lengths_N.sum().expand(self.n_valid)",
     ),
     Plant(
-        "b80",
         "the label behind a piece of a document is that of a further token too",
-        CPU + "test_b80_rows_of_later_tokens",
+        CPU + "test_rows_of_later_tokens",
         "data/batch.py",
         "inside_T[: self.n_valid] = later_T < end_T",
         "inside_T[: self.n_valid] = later_T < self.n_valid",
     ),
     Plant(
-        "b80",
         "losses of further tokens are divided by the labels of the next",
         STEP,
         "training/figures.py",
@@ -34,7 +31,6 @@ PLANTS = (
         "scale_L = float_counts[:1].reciprocal().repeat(losses)",
     ),
     Plant(
-        "b80",
         "the embedding that is joined is a token too early",
         STEP,
         "data/batch.py",
@@ -42,7 +38,6 @@ PLANTS = (
         "ids_T=self.ids_T[(from_T - 1).clamp(min=0)]",
     ),
     Plant(
-        "b80",
         "the row that is joined is taken after the norm where it should be before",
         STEP,
         "model/decoder.py",
@@ -50,7 +45,6 @@ PLANTS = (
         "normed_TD",
     ),
     Plant(
-        "b80",
         "the row is joined before the embedding",
         STEP,
         "model/block.py",
@@ -58,7 +52,6 @@ PLANTS = (
         "[self.row_norm(x_TD, flow), self.embed_norm(next_TD, flow)]",
     ),
     Plant(
-        "b81",
         "router terms of further tokens weigh in full",
         ZERO,
         "model/block.py",
@@ -66,23 +59,20 @@ PLANTS = (
         "self.moe.balance.weight = 1.0",
     ),
     Plant(
-        "b82",
         "copies of embedding and head are not written",
-        FOLDER + "test_b82_import_then_export_gives_the_same_folder",
+        FOLDER + "test_import_then_export_gives_the_same_folder",
         "convert/plan.py",
         "for copy in copies.get(name, ())",
         "for copy in ()",
     ),
     Plant(
-        "b82",
         "copies of embedding and head are taken unseen",
-        FOLDER + "test_b82_a_copy_that_is_none_is_refused",
+        FOLDER + "test_a_copy_that_is_none_is_refused",
         "convert/importer.py",
         "for copy in self._copies.get(name, ()):",
         "for copy in ():",
     ),
     Plant(
-        "b83",
         "what the last stage adds to the embedding's gradient stays there",
         RANKS,
         "parallel/apply.py",
@@ -90,7 +80,6 @@ PLANTS = (
         'letters = "EL" if model.record.tied else "E"',
     ),
     Plant(
-        "b83",
         "labels of further tokens are those of a first micro-batch alone",
         RANKS,
         "training/figures.py",

@@ -4,178 +4,159 @@ from tests.plants.plant import Plant
 
 BUGS = "tests/gloo/test_parallel_pipeline_bugs.py::"
 GRAPHS = "tests/cpu/test_graphs.py::"
-B03 = BUGS + "test_b03_a_tied_embedding_is_summed_over_stages_and_counts_once"
-B06 = BUGS + "test_b06_router_terms_of_every_stage_reach_its_routers"
-B29 = BUGS + "test_b29_every_chunk_takes_its_own_micro_batch"
-B30 = BUGS + "test_b30_each_weight_gradient_is_added_once"
-B32 = BUGS + "test_b32_no_group_carries_operations_of_two_lanes"
-B42 = "tests/cpu/test_parallel_lanes.py::test_b42_each_lane_waits_for_what_it_takes_from_the_other"
+TIED_EMBEDDING = BUGS + "test_a_tied_embedding_is_summed_over_stages_and_counts_once"
+ROUTER_TERMS = BUGS + "test_router_terms_of_every_stage_reach_its_routers"
+EVERY_CHUNK = BUGS + "test_every_chunk_takes_its_own_micro_batch"
+EACH_WEIGHT = BUGS + "test_each_weight_gradient_is_added_once"
+GROUP_CARRIES = BUGS + "test_no_group_carries_operations_of_two_lanes"
+EACH_LANE = (
+    "tests/cpu/test_parallel_lanes.py::test_each_lane_waits_for_what_it_takes_from_the_other"
+)
 
 PLANTS = (
     Plant(
-        "b03",
         "a tied embedding's gradient is not summed over stages",
-        B03,
+        TIED_EMBEDDING,
         "parallel/apply.py",
         'letters = "EL" if model.record.tied or depth else "E"',
         'letters = "EL" if depth else "E"',
     ),
     Plant(
-        "b06",
         "router terms of stages without the loss are lost",
-        B06,
+        ROUTER_TERMS,
         "parallel/pipeline/passes.py",
         "        if weighted is None or not weighted.requires_grad:",
         "        if weighted is None or not self._chunk.has_head:",
     ),
     Plant(
-        "b29",
         "receives are posted in the order in which they are read",
-        B29,
+        EVERY_CHUNK,
         "parallel/pipeline/p2p.py",
         "to_post.append(queues[source].pop(0))",
         "to_post.append(need)",
     ),
     Plant(
-        "b29",
         "every chunk runs with the first micro-batch's rows",
-        B29,
+        EVERY_CHUNK,
         "parallel/pipeline/executor.py",
         "self._flows[micro].for_chunk(",
         "self._flows[0].for_chunk(",
     ),
     Plant(
-        "b30",
         "products put off run again with the next",
-        B30,
+        EACH_WEIGHT,
         "kernels/gradients.py",
         "        self.pending.clear()\n",
         "",
     ),
     Plant(
-        "b32",
         "exchanges of the second lane go over the first lane's groups",
-        B32,
+        GROUP_CARRIES,
         "parallel/apply.py",
         "secondary = world.secondary if",
         "secondary = world if",
     ),
     Plant(
-        "b42",
         "what computes does not wait for the exchange's event",
-        B42,
+        EACH_LANE,
         "parallel/pipeline/lanes.py",
         "            torch.cuda.current_stream().wait_event(state.done)\n",
         "",
     ),
     Plant(
-        "b42",
         "an exchange does not wait for the event of what was computed",
-        B42,
+        EACH_LANE,
         "parallel/pipeline/lanes.py",
         "                stream.wait_event(ready)\n",
         "",
     ),
     Plant(
-        "b97",
         "sums of gradients go on from the last step's",
-        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        GRAPHS + "test_ten_steps_by_graphs_are_ten_steps",
         "parallel/pipeline/partial.py",
         "parameter.grad = sums.zero_()",
         "parameter.grad = sums",
     ),
     Plant(
-        "b97",
         "the first micro-batch is one by the way it was recorded",
-        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        GRAPHS + "test_ten_steps_by_graphs_are_ten_steps",
         "parallel/pipeline/partial.py",
         "parameter.grad = sums.zero_()",
         "parameter.grad = None",
     ),
     Plant(
-        "b97",
         "what a graph reads is not copied to it",
-        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        GRAPHS + "test_ten_steps_by_graphs_are_ten_steps",
         "parallel/pipeline/partial.py",
         "                    old.copy_(new)\n",
         "                    pass\n",
     ),
     Plant(
-        "b97",
         "graphs of a micro-batch that is in flight run for another",
-        GRAPHS + "test_b97_passes_in_flight_have_graphs_of_their_own",
+        GRAPHS + "test_passes_in_flight_have_graphs_of_their_own",
         "parallel/pipeline/partial.py",
         "graphs = free.pop()",
         "graphs = free[-1]",
     ),
     Plant(
-        "b97",
         "each rank records what it has seen often enough itself",
-        "tests/gloo/test_graphs.py::test_b97_ranks_record_alike",
+        "tests/gloo/test_graphs.py::test_ranks_record_alike",
         "parallel/pipeline/recording.py",
         'hashes = gather(local, world.group("world")).tolist()',
         "hashes = [local.tolist()] * world.size",
     ),
     Plant(
-        "b97",
         "passes in flight share memory",
-        "tests/gloo/test_graphs.py::test_b97_steps_by_graphs_are_the_steps",
+        "tests/gloo/test_graphs.py::test_steps_by_graphs_are_the_steps",
         "parallel/pipeline/partial.py",
         "self._is_graphed, self._record())",
         "self._is_graphed, *[p.record for p in self.passes[:1]] or [self._record()])",
     ),
     Plant(
-        "b97",
         "router terms lie where the next micro-batch leaves its own",
-        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        GRAPHS + "test_ten_steps_by_graphs_are_ten_steps",
         "parallel/pipeline/passes.py",
         "values.clone() for layer, values in router_terms.items()",
         "values for layer, values in router_terms.items()",
     ),
     Plant(
-        "b97",
         "a pass by graphs reads the rows of the one that was recorded",
-        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        GRAPHS + "test_ten_steps_by_graphs_are_ten_steps",
         "parallel/pipeline/partial.py",
         "            refill(graphs.flow, flow)\n",
         "",
     ),
     Plant(
-        "b97",
         "graphs read where a weight lay before it moved",
-        GRAPHS + "test_b97_weights_that_moved_are_read_where_they_are",
+        GRAPHS + "test_weights_that_moved_are_read_where_they_are",
         "parallel/pipeline/graphs.py",
         "            self.recorded.clear()\n",
         "            pass\n",
     ),
     Plant(
-        "b97",
         "memory that begins where it did is taken for the same",
-        GRAPHS + "test_b97_memory_that_is_larger_is_not_where_it_was",
+        GRAPHS + "test_memory_that_is_larger_is_not_where_it_was",
         "parallel/pipeline/recording.py",
         "(tensor.data_ptr(), tensor.nbytes) for",
         "(tensor.data_ptr(), 0) for",
     ),
     Plant(
-        "b97",
         "of rows that come from another stage no copy is planned",
-        "tests/cpu/test_planner_graphs.py::test_b97_what_graphs_hold_is_planned",
+        "tests/cpu/test_planner_graphs.py::test_what_graphs_hold_is_planned",
         "planner/memory_graphs.py",
         "(len(static) + static[-1].writes_output) + len(static) + 1",
         "(len(static) + static[-1].writes_output) + len(static)",
     ),
     Plant(
-        "b97",
         "shapes beyond the most are recorded too",
-        GRAPHS + "test_b97_shapes_have_graphs_of_their_own_and_few_have_any",
+        GRAPHS + "test_shapes_have_graphs_of_their_own_and_few_have_any",
         "parallel/pipeline/recording.py",
         " and len(self._recorded) < MAX_SHAPES",
         "",
     ),
     Plant(
-        "b97",
         "products that wait are put on the queue as they are recorded alone",
-        "tests/gloo/test_graphs.py::test_b97_steps_by_graphs_are_the_steps",
+        "tests/gloo/test_graphs.py::test_steps_by_graphs_are_the_steps",
         "parallel/pipeline/partial.py",
         "            pending += recorded.deferred\n",
         "",

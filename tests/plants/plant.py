@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[2]
 class Plant:
     """One bug, and the test that must fail while it is there."""
 
-    bug: str
-    """A word of the test's name by which plants are chosen; older ones have a class such as b12."""
     said: str
     """What is wrong while it is planted."""
     test: str
@@ -44,7 +42,7 @@ class Plant:
         times = source.count(self.old)
         if times != 1:
             raise ValueError(
-                f"{self.bug}, {self.said}: the text to change stands {times} times in {self.path}; "
+                f"{self.said}: the text to change stands {times} times in {self.path}; "
                 "write the plant anew for the code as it is"
             )
         return source.replace(self.old, self.new)

@@ -1,32 +1,30 @@
-"""Plants B50 to B56: numbers of few bits, products, training, moments, codes and their bytes."""
+"""Planted bugs: numbers of few bits, products, training, moments, codes and their bytes."""
 
 from tests.plants.plant import Plant
 
 TEST = "tests/cpu/test_kernels_quantise.py::"
-OTHERS = TEST + "test_b50_codes_equal_those_of_other_projects"
-NVFP4 = TEST + "test_b50_nvfp4_equals_transformer_engine"
+OTHERS = TEST + "test_codes_equal_those_of_other_projects"
+NVFP4 = TEST + "test_nvfp4_equals_transformer_engine"
 BLOCKS = "kernels/quantise/blocks.py"
 ELEMENTS = "kernels/quantise/elements.py"
 PRODUCTS = "kernels/scaled/products.py"
-NAME = "test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes"
+NAME = "test_few_bits_compute_on_four_ranks_what_one_computes"
 ROWS = "kernels/scaled/rows.py"
 PROOF = "tests/gloo/test_proof_quantise.py::" + NAME
-CUTS = "tests/pure/test_spec_quantised.py::test_b53_a_cut_through_what_shares_a_scale_is_refused"
+CUTS = "tests/pure/test_spec_quantised.py::test_a_cut_through_what_shares_a_scale_is_refused"
 PRECISION = "layers/precision.py"
-KEPT = "tests/cpu/test_planner_kept.py::test_b55_"
-HISTORY = "tests/cpu/test_layers_history.py::test_b52_scales_follow_from_steps_before_by_the_rule"
+KEPT = "tests/cpu/test_planner_kept.py::test_"
+HISTORY = "tests/cpu/test_layers_history.py::test_scales_follow_from_steps_before_by_the_rule"
 STATE = (
-    "tests/cpu/test_layers_history.py::"
-    "test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones"
+    "tests/cpu/test_layers_history.py::test_bytes_of_histories_and_of_codes_are_the_planned_ones"
 )
-THREE = "tests/cpu/test_kernels_scaled.py::test_b51_the_three_products_equal_loops"
-HIDDEN = "tests/cpu/test_kernels_scaled.py::test_b51_backward_reads_codes_of_pre_activations"
-BACKENDS = "tests/cpu/test_kernels_backends.py::test_b57_"
+THREE = "tests/cpu/test_kernels_scaled.py::test_the_three_products_equal_loops"
+HIDDEN = "tests/cpu/test_kernels_scaled.py::test_backward_reads_codes_of_pre_activations"
+BACKENDS = "tests/cpu/test_kernels_backends.py::test_"
 READS = BACKENDS + "the_library_is_given_codes_and_scales_as_it_reads_them"
 
 PLANTS = (
     Plant(
-        "b50",
         "a scale is a reciprocal times a number: rounded twice",
         OTHERS,
         BLOCKS,
@@ -34,15 +32,13 @@ PLANTS = (
         "(largest / amax).clamp_",
     ),
     Plant(
-        "b50",
         "a block with an Inf reads back as numbers",
-        TEST + "test_b50_what_is_not_finite_reads_back_as_nan",
+        TEST + "test_what_is_not_finite_reads_back_as_nan",
         BLOCKS,
         "return torch.where(amax.isfinite(), scale, torch.nan)",
         "return scale.nan_to_num(1.0)",
     ),
     Plant(
-        "b50",
         "blocks of tiny numbers share a scale",
         OTHERS,
         BLOCKS,
@@ -50,7 +46,6 @@ PLANTS = (
         "    factor = torch.where(block < 1e-12, 1.0, factor)",
     ),
     Plant(
-        "b50",
         "an exponent is a logarithm rounded up",
         OTHERS,
         ELEMENTS,
@@ -58,7 +53,6 @@ PLANTS = (
         "above = (x.log2().ceil() + 127).int()",
     ),
     Plant(
-        "b50",
         "the gradient's elements are E4M3",
         OTHERS,
         BLOCKS,
@@ -66,7 +60,6 @@ PLANTS = (
         "E4M3",
     ),
     Plant(
-        "b50",
         "weights of nvfp4 have blocks of one row",
         NVFP4,
         BLOCKS,
@@ -74,7 +67,6 @@ PLANTS = (
         'SQUARE_BLOCKS = ("fp8_block",)',
     ),
     Plant(
-        "b50",
         "the transform has no signs",
         NVFP4,
         "kernels/quantise/hadamard.py",
@@ -82,31 +74,27 @@ PLANTS = (
         "SIGNS = (1,) * 16",
     ),
     Plant(
-        "b50",
         "chance is left out",
-        TEST + "test_b50_stochastic_rounding_takes_neighbours_and_averages_out",
+        TEST + "test_stochastic_rounding_takes_neighbours_and_averages_out",
         ELEMENTS,
         "count.round_() if chance is None else count.add_(chance).floor_()",
         "count.round_()",
     ),
     Plant(
-        "b50",
         "every step draws the same",
-        TEST + "test_b50_stochastic_rounding_takes_neighbours_and_averages_out",
+        TEST + "test_stochastic_rounding_takes_neighbours_and_averages_out",
         "kernels/quantise/philox.py",
         "torch.full_like(low, word & MASK)",
         "torch.full_like(low, 0)",
     ),
     Plant(
-        "b50",
         "matrices in a row share one scale",
-        TEST + "test_b50_any_shape_keeps_its_shape",
+        TEST + "test_any_shape_keeps_its_shape",
         BLOCKS,
         "return x.abs().amax((-2, -1), keepdim=True).float()",
         "return x.abs().amax().float().expand(*x.shape[:-2], 1, 1)",
     ),
     Plant(
-        "b51",
         "the weight's gradient has blocks along features",
         THREE,
         PRODUCTS,
@@ -114,7 +102,6 @@ PLANTS = (
         "codes.append(encode(chunk, form, -1, random, run_amax))",
     ),
     Plant(
-        "b51",
         "codes along rows are made of codes",
         THREE,
         PRODUCTS,
@@ -124,7 +111,6 @@ PLANTS = (
         "                    chunk = transformed(encode(chunk, form).dequantise(run_NI.dtype))\n",
     ),
     Plant(
-        "b51",
         "one direction of a weight's blocks serves both",
         THREE,
         PRODUCTS,
@@ -132,7 +118,6 @@ PLANTS = (
         "along_inputs if True else",
     ),
     Plant(
-        "b51",
         "rows of a gradient are transformed, those of activations are not",
         THREE,
         PRODUCTS,
@@ -140,7 +125,6 @@ PLANTS = (
         'transforms = recipe.kind == "nvfp4" and role == "gradient"',
     ),
     Plant(
-        "b51",
         "the first rows of a group are those of the one before",
         THREE,
         PRODUCTS,
@@ -148,7 +132,6 @@ PLANTS = (
         "    runs = [valid[max(start - 1, 0) : end][: end - start] for",
     ),
     Plant(
-        "b51",
         "the scale of a gradient's matrix is left out",
         THREE,
         "kernels/scaled/emulated.py",
@@ -156,7 +139,6 @@ PLANTS = (
         "        for scale in (b_KM.output_scale,):",
     ),
     Plant(
-        "b51",
         "the gradient is rounded to nearest",
         THREE,
         PRODUCTS,
@@ -164,7 +146,6 @@ PLANTS = (
         'if role == "none" and recipe.stochastic_gradients:',
     ),
     Plant(
-        "b51",
         "the gradient's elements for its rows are those of activations",
         THREE,
         PRODUCTS,
@@ -173,51 +154,44 @@ PLANTS = (
         "                codes.append(encode(chunk, rounding, dim, random, run_amax))",
     ),
     Plant(
-        "b51",
         "rows and columns draw the same",
-        "tests/cpu/test_kernels_scaled.py::test_b51_chance_differs_by_step_weight_and_use",
+        "tests/cpu/test_kernels_scaled.py::test_chance_differs_by_step_weight_and_use",
         PRODUCTS,
         "(2 * self.key[1] + direction) & MASK",
         "(2 * self.key[1]) & MASK",
     ),
     Plant(
-        "b52",
         "codes stay as they were before an update",
         "tests/cpu/test_training_quantise.py::"
-        "test_b52_codes_are_those_of_the_weights_that_are_here_now",
+        "test_codes_are_those_of_the_weights_that_are_here_now",
         "layers/precision.py",
         " or entry[0] != narrow.version or not _is_current(weight, *entry[1:3]):\n"
         "                new = narrowed",
         ":\n                new = narrowed",
     ),
     Plant(
-        "b52",
         "the router reads codes",
-        "tests/pure/test_spec_quantised.py::"
-        "test_b52_products_of_blocks_are_narrow_and_nothing_else",
+        "tests/pure/test_spec_quantised.py::test_products_of_blocks_are_narrow_and_nothing_else",
         "spec/quantised.py",
         "if not (operation.wide or weight.stacked):",
         "if not weight.stacked:",
     ),
     Plant(
-        "b52",
         "draws are by the steps of this process",
         "tests/cpu/test_training_quantise.py::"
-        "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
+        "test_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "training/trainer.py",
         "self.model.recipe.step = step",
         "self.model.recipe.step = self.model.recipe.step + 1",
     ),
     Plant(
-        "b52",
         "experts stay wide",
-        "tests/cpu/test_training_quantise.py::test_b52_each_part_of_a_block_reads_codes",
+        "tests/cpu/test_training_quantise.py::test_each_part_of_a_block_reads_codes",
         "moe/experts.py",
         "        if self.narrow:",
         "        if self.narrow and False:",
     ),
     Plant(
-        "b51",
         "padding enters the largest of a matrix",
         THREE,
         ROWS,
@@ -225,7 +199,6 @@ PLANTS = (
         "        return cls(((0, 0, len(number_T)),), number_T)",
     ),
     Plant(
-        "b51",
         "the largest of a matrix is that before the transform",
         THREE,
         PRODUCTS,
@@ -233,7 +206,6 @@ PLANTS = (
         "[]",
     ),
     Plant(
-        "b51",
         "blocks of pre-activations lie across gate and up",
         HIDDEN,
         "kernels/scaled/ffn.py",
@@ -241,7 +213,6 @@ PLANTS = (
         "encode(h_N2F[cut], hidden)",
     ),
     Plant(
-        "b51",
         "forward reads codes of pre-activations too",
         HIDDEN,
         "kernels/scaled/ffn.py",
@@ -250,7 +221,6 @@ PLANTS = (
         "            h_N2F = quantised.dequantise(h_N2F.dtype).flatten(1)\n",
     ),
     Plant(
-        "b51",
         "codes of pre-activations that are made again have no scales",
         HIDDEN,
         "kernels/scaled/ffn.py",
@@ -260,7 +230,6 @@ PLANTS = (
         "            saved = quantised.codes, scales.fill_(1) if again else scales\n",
     ),
     Plant(
-        "b53",
         "a cut through a block of pre-activations is legal",
         CUTS,
         "spec/quantised.py",
@@ -268,7 +237,6 @@ PLANTS = (
         "lcm(block, 1)",
     ),
     Plant(
-        "b55",
         "scales of pre-activations are forgotten",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "spec/codes.py",
@@ -276,7 +244,6 @@ PLANTS = (
         "(outputs + 0 * length)",
     ),
     Plant(
-        "b51",
         "all experts share one largest number",
         THREE,
         PRODUCTS,
@@ -284,7 +251,6 @@ PLANTS = (
         "reduced = torch.stack(amaxes).amax(0).expand(len(amaxes), 1, 1)",
     ),
     Plant(
-        "b51",
         "each piece of a run draws what its first rows draw",
         THREE,
         PRODUCTS,
@@ -292,7 +258,6 @@ PLANTS = (
         "number = rows.row_numbers(index, x_NI.device)[: len(run_NI[cut])]",
     ),
     Plant(
-        "b51",
         "each piece of a run has a largest number of its own",
         THREE,
         PRODUCTS,
@@ -300,7 +265,6 @@ PLANTS = (
         "encode(chunk, form, dim, random, None)",
     ),
     Plant(
-        "b51",
         "codes of rows are rounded by chance",
         THREE,
         PRODUCTS,
@@ -308,7 +272,6 @@ PLANTS = (
         "if recipe.stochastic_gradients:",
     ),
     Plant(
-        "b52",
         "the largest number of rows is that of one rank",
         PROOF,
         PRECISION,
@@ -317,7 +280,6 @@ PLANTS = (
         '            if role == "rows":\n                return ()\n',
     ),
     Plant(
-        "b52",
         "the largest number of gradients is that of one rank",
         PROOF,
         PRECISION,
@@ -326,7 +288,6 @@ PLANTS = (
         '            if role == "gradient":\n                return ()\n',
     ),
     Plant(
-        "b52",
         "the largest number of a weight is that of one rank",
         PROOF,
         PRECISION,
@@ -334,7 +295,6 @@ PLANTS = (
         '            cut = ""',
     ),
     Plant(
-        "b52",
         "rows of latents are taken for those of the tensor group",
         PROOF,
         PRECISION,
@@ -342,7 +302,6 @@ PLANTS = (
         'return ("tp", "cp") if cut else ("cp",)',
     ),
     Plant(
-        "b52",
         "an expert's rows stay as they come",
         PROOF,
         ROWS,
@@ -350,7 +309,6 @@ PLANTS = (
         "        order_N = (row_id_N >> ROW).argsort(stable=True)",
     ),
     Plant(
-        "b52",
         "blocks go on from one micro-batch to the next",
         PROOF,
         ROWS,
@@ -358,7 +316,6 @@ PLANTS = (
         "        key = torch.stack((group_N, row_id_N * 0))[:, order_N]",
     ),
     Plant(
-        "b52",
         "chance goes by columns of this rank",
         PROOF,
         PRECISION,
@@ -366,7 +323,6 @@ PLANTS = (
         "(self.seed, narrow.number), self.step)",
     ),
     Plant(
-        "b52",
         "chance goes by rows of this rank",
         PROOF,
         "layers/flow.py",
@@ -374,7 +330,6 @@ PLANTS = (
         "self.rows.n_valid, torch.arange(self.rows.rows) + self.rows.first)",
     ),
     Plant(
-        "b52",
         "chance goes by experts of this rank",
         PROOF,
         "moe/experts.py",
@@ -382,7 +337,6 @@ PLANTS = (
         "first_expert = 0",
     ),
     Plant(
-        "b53",
         "a cut through a block is legal",
         CUTS,
         "spec/quantised.py",
@@ -390,7 +344,6 @@ PLANTS = (
         "number = size",
     ),
     Plant(
-        "b53",
         "a cut through a block of rows is legal",
         CUTS,
         "spec/quantised.py",
@@ -398,7 +351,6 @@ PLANTS = (
         "number = seq // 2",
     ),
     Plant(
-        "b53",
         "an expert's rows of a micro-batch may lie on several ranks",
         CUTS,
         "spec/quantised.py",
@@ -406,7 +358,6 @@ PLANTS = (
         "if False and (sizes",
     ),
     Plant(
-        "b50",
         "an exponent is that of the largest, not above it",
         OTHERS,
         BLOCKS,
@@ -414,7 +365,6 @@ PLANTS = (
         'if form.scales == "none":',
     ),
     Plant(
-        "b50",
         "elements of blocks are E5M2",
         OTHERS,
         BLOCKS,
@@ -422,7 +372,6 @@ PLANTS = (
         'None if kind == "nvfp4" else E5M2, across',
     ),
     Plant(
-        "b51",
         "the input's gradient reads the scales of the transposed weight",
         THREE,
         PRODUCTS,
@@ -433,7 +382,6 @@ PLANTS = (
         "            along = Quantised(along.codes, along.scales.mT, *rest)\n",
     ),
     Plant(
-        "b51",
         "blocks of rows go on from one expert to the next",
         THREE,
         PRODUCTS,
@@ -444,7 +392,6 @@ PLANTS = (
         "    along_rows = [run_codes.mT for",
     ),
     Plant(
-        "b51",
         "no rows are transformed",
         THREE,
         PRODUCTS,
@@ -453,7 +400,6 @@ PLANTS = (
         "        return torch.cat((run_NI, filled)).float() if transforms else run_NI",
     ),
     Plant(
-        "b51",
         "codes of weights are rounded by chance",
         THREE,
         PRODUCTS,
@@ -462,42 +408,35 @@ PLANTS = (
         "        along_inputs = encode(value, form, -1, drawn, amax)",
     ),
     Plant(
-        "b52",
         "the head reads codes",
-        "tests/pure/test_spec_quantised.py::"
-        "test_b52_products_of_blocks_are_narrow_and_nothing_else",
+        "tests/pure/test_spec_quantised.py::test_products_of_blocks_are_narrow_and_nothing_else",
         "spec/quantised.py",
         "    return {\n        name: number\n",
         '    return {"head.weight": 0} | {\n        name: number\n',
     ),
     Plant(
-        "b54",
         "moments are coded without expansion of their range",
-        "tests/cpu/test_optim_moments.py::test_b54_adams_update_of_real_moments_is_near",
+        "tests/cpu/test_optim_moments.py::test_adams_update_of_real_moments_is_near",
         "kernels/quantise/expanded.py",
         "torch.where(high == low, 1, power).clamp_(1 / STEPS, MAX_POWER)",
         "torch.ones_like(power)",
     ),
     Plant(
-        "b54",
         "a cut group has the scale of the part that is here",
-        "tests/cpu/test_optim_moments.py::"
-        "test_b54_parts_of_a_parameter_have_the_codes_of_the_whole",
+        "tests/cpu/test_optim_moments.py::test_parts_of_a_parameter_have_the_codes_of_the_whole",
         "optim/moments.py",
         "factors_13 = factors(extremes_2[None])",
         "factors_13 = factors(extremes(self.pending[group][:1]))",
     ),
     Plant(
-        "b54",
         "moments are rounded by places in the piece that is here",
         "tests/cpu/test_optim_moments.py::"
-        "test_b54_what_is_drawn_for_an_element_is_the_same_wherever_it_is",
+        "test_what_is_drawn_for_an_element_is_the_same_wherever_it_is",
         "optim/moments.py",
         "place_N += (row_N % (stop - start) + start) * stride",
         "place_N += row_N % (stop - start) * stride",
     ),
     Plant(
-        "b54",
         "ranks ask nobody for the extremes of cut groups",
         PROOF,
         "parallel/data/groups.py",
@@ -505,16 +444,14 @@ PLANTS = (
         "combined = torch.stack(local)",
     ),
     Plant(
-        "b52",
         "scales of moments are left behind by a checkpoint",
         "tests/cpu/test_training_quantise.py::"
-        "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
+        "test_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "optim/moments.py",
         'return {what: self.codes, f"{what}_groups": self.factors_G3}',
         "return {what: self.codes}",
     ),
     Plant(
-        "b52",
         "the largest of a block that ranks share is that of the part that is here",
         PROOF,
         "parallel/data/coded.py",
@@ -522,7 +459,6 @@ PLANTS = (
         "self._amaxes = dict(local_amaxes)",
     ),
     Plant(
-        "b52",
         "rows travel as codes that one rank does not make",
         PROOF,
         "moe/layer_dispatch.py",
@@ -530,7 +466,6 @@ PLANTS = (
         "tokens = tokens._replace(x_TD=tokens.x_TD)",
     ),
     Plant(
-        "b52",
         "gradients of results travel as codes that one rank does not make",
         PROOF,
         "moe/layer_dispatch.py",
@@ -538,31 +473,27 @@ PLANTS = (
         "return out_TD",
     ),
     Plant(
-        "b55",
         "scales of rows are left behind",
-        "tests/cpu/test_kernels_quantise.py::test_b55_rows_that_codes_stand_for_lose_nothing",
+        "tests/cpu/test_kernels_quantise.py::test_rows_that_codes_stand_for_lose_nothing",
         "kernels/quantise/rows.py",
         "scales.view(torch.uint8)], 1)",
         "scales.view(torch.uint8).roll(1, 0)], 1)",
     ),
     Plant(
-        "b55",
         "bytes of scales lie where they were sent",
-        "tests/cpu/test_kernels_quantise.py::test_b55_any_number_of_rows_travels",
+        "tests/cpu/test_kernels_quantise.py::test_any_number_of_rows_travels",
         "kernels/quantise/rows.py",
         "return x.clone(memory_format=torch.contiguous_format)",
         "return x.contiguous()",
     ),
     Plant(
-        "b55",
         "a run's rows are those of its own blocks",
-        "tests/cpu/test_parallel_coded.py::test_b55_codes_of_runs_are_those_of_the_whole",
+        "tests/cpu/test_parallel_coded.py::test_codes_of_runs_are_those_of_the_whole",
         "kernels/quantise/shards.py",
         "number_N = torch.arange(first, last, device=shard_L.device)",
         "number_N = torch.arange(last - first, device=shard_L.device)",
     ),
     Plant(
-        "b55",
         "each weight has codes of its own of what several read",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "layers/flow.py",
@@ -570,7 +501,6 @@ PLANTS = (
         "return operand",
     ),
     Plant(
-        "b55",
         "codes of latents go where a dense feed-forward is made again",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "spec/codes.py",
@@ -578,7 +508,6 @@ PLANTS = (
         'if kind in path), "attention" if path[0] == "attention" else "ffn")',
     ),
     Plant(
-        "b55",
         "gradients of rows wait in 16 bits",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "spec/codes.py",
@@ -586,7 +515,6 @@ PLANTS = (
         'if recipe is not None and recipe.wgrad == "none":',
     ),
     Plant(
-        "b55",
         "codes of four bits never leave the device",
         KEPT + "codes_leave_for_the_host_as_planned",
         "layers/saved_tensors.py",
@@ -594,7 +522,6 @@ PLANTS = (
         "tensor.is_floating_point()",
     ),
     Plant(
-        "b55",
         "largest numbers of weights that steps before scale are forgotten",
         STATE,
         "spec/codes.py",
@@ -602,7 +529,6 @@ PLANTS = (
         "",
     ),
     Plant(
-        "b55",
         "histories of scales are forgotten",
         STATE,
         "planner/memory_state.py",
@@ -610,25 +536,22 @@ PLANTS = (
         "history = 0 * history_bytes(weight)",
     ),
     Plant(
-        "b56",
         "all recipes of few bits are starred",
         "tests/pure/test_planner_answer.py::"
-        "test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks",
+        "test_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks",
         "planner/plan.py",
         "is not None and self.quantised_rows is None:",
         "is not None:",
     ),
     Plant(
-        "b54",
         "a block that is not finite is not looked for",
         "tests/cpu/test_training_quantise.py::"
-        "test_b54_a_block_that_is_not_finite_is_reported_with_weight_and_expert",
+        "test_a_block_that_is_not_finite_is_reported_with_weight_and_expert",
         "layers/precision.py",
         "        if non_finite({role: values}):",
         "        if False and non_finite({role: values}):",
     ),
     Plant(
-        "b52",
         "the step itself scales",
         HISTORY,
         "layers/history.py",
@@ -636,7 +559,6 @@ PLANTS = (
         "now_M.view_as(amax).maximum(amax), amax)",
     ),
     Plant(
-        "b52",
         "the last step alone scales",
         HISTORY,
         "layers/history.py",
@@ -644,16 +566,14 @@ PLANTS = (
         "past_RMH[..., 1:2]",
     ),
     Plant(
-        "b52",
         "histories of scales are left behind by a checkpoint",
         "tests/cpu/test_training_quantise.py::"
-        "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
+        "test_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "parallel/data/sharding.py",
         "            yield LocalSlice.full(key, history.past_RMH, stage.index, stage.size)",
         "            assert key and history and stage",
     ),
     Plant(
-        "b52",
         "a history is of what one rank saw",
         PROOF,
         "parallel/data/sharding.py",
@@ -661,15 +581,13 @@ PLANTS = (
         "",
     ),
     Plant(
-        "b52",
         "what a checkpoint is read into counts as unchanged",
-        "tests/cpu/test_training_loop.py::test_b52_what_products_read_goes_back_with_the_weights",
+        "tests/cpu/test_training_loop.py::test_what_products_read_goes_back_with_the_weights",
         "checkpoint/load.py",
         "        torch.autograd.graph.increment_version(target)",
         "        assert target is not None",
     ),
     Plant(
-        "b57",
         "scales are not swizzled",
         READS,
         "kernels/scaled/operands.py",
@@ -677,7 +595,6 @@ PLANTS = (
         "padded.flatten(-2)",
     ),
     Plant(
-        "b57",
         "rows have scales of other rows",
         READS,
         "kernels/scaled/scaled_mm.py",
@@ -685,7 +602,6 @@ PLANTS = (
         "scale_a=[part.flip(0) for part in a_args[0]],",
     ),
     Plant(
-        "b57",
         "rows that fill a group are multiplied",
         BACKENDS + "deep_gemm_is_called_as_its_source_has_it",
         "kernels/scaled/operands.py",
@@ -693,7 +609,6 @@ PLANTS = (
         "ranges.append((group, rest))",
     ),
     Plant(
-        "b57",
         "rows that fill a group are the next one's",
         BACKENDS + "the_grouped_library_is_given_all_groups",
         "kernels/scaled/operands.py",
@@ -701,7 +616,6 @@ PLANTS = (
         "last = last + 1 if group < 0 else group",
     ),
     Plant(
-        "b57",
         "squares of a weight are read by rows along either dim",
         READS,
         "kernels/scaled/operands.py",
@@ -709,7 +623,6 @@ PLANTS = (
         "        if x_RK.dim == -2:\n            each = unpack(codes.mT).flip(-1)",
     ),
     Plant(
-        "b57",
         "a library is not tried",
         BACKENDS + "a_wrong_library_is_not_chosen",
         "kernels/scaled/choose.py",
@@ -717,16 +630,14 @@ PLANTS = (
         'return "" if error < 100 else',
     ),
     Plant(
-        "b57",
         "a back end that is not there is told of by the first product",
         "tests/cpu/test_training_quantise.py::"
-        "test_b57_a_back_end_that_is_not_there_is_told_before_data_is_prepared",
+        "test_a_back_end_that_is_not_there_is_told_before_data_is_prepared",
         "training/precision.py",
         "        require_available(quantise.backend, device)",
         "        assert device",
     ),
     Plant(
-        "b57",
         "all groups have the scale of the first one's weight",
         BACKENDS + "the_grouped_library_is_given_all_groups",
         "kernels/scaled/scaled_grouped_mm.py",
@@ -734,9 +645,8 @@ PLANTS = (
         "weight_scales = scales.flatten(1)[:1].expand(len(b_EMK), b_EMK.shape[1])",
     ),
     Plant(
-        "b55",
         "each weight asks for the largest of what several read",
-        "tests/gloo/test_planner_traffic.py::test_b55_a_step_sends_what_is_planned",
+        "tests/gloo/test_planner_traffic.py::test_a_step_sends_what_is_planned",
         "layers/flow.py",
         "return operand._replace(cache=self.saved_tensors.cached)",
         "return operand",

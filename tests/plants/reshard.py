@@ -1,4 +1,4 @@
-"""Plants B25, B26, B27 and B37: checkpoints of several ranks, and weights handed on."""
+"""Planted bugs: checkpoints of several ranks, and weights handed on."""
 
 from tests.plants.plant import Plant
 
@@ -6,38 +6,34 @@ TOGETHER = "tests/gloo/test_checkpoint_together.py::"
 JOBS = "tests/gloo/test_checkpoint_jobs.py::"
 RESHARD = "tests/gloo/test_checkpoint_reshard.py::"
 LAYOUTS = "tests/gloo/test_convert_layouts.py::"
-KEPT = "tests/cpu/test_checkpoint_coverage.py::test_b26_all_that_is_kept_between_steps_is_saved"
-BEHIND = JOBS + "test_b26_checkpoints_behind_the_steps_hold_the_state_of_their_own_step"
-DEALT = JOBS + "test_b27_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes"
-HANDED = LAYOUTS + "test_b37_weights_are_handed_on_from_any_layout_as_they_are"
+KEPT = "tests/cpu/test_checkpoint_coverage.py::test_all_that_is_kept_between_steps_is_saved"
+BEHIND = JOBS + "test_checkpoints_behind_the_steps_hold_the_state_of_their_own_step"
+DEALT = JOBS + "test_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes"
+HANDED = LAYOUTS + "test_weights_are_handed_on_from_any_layout_as_they_are"
 
 PLANTS = (
     Plant(
-        "b25",
         "what some ranks left out is published",
-        TOGETHER + "test_b25_boxes_of_some_ranks_alone_are_never_published",
+        TOGETHER + "test_boxes_of_some_ranks_alone_are_never_published",
         "checkpoint/save.py",
         "        for name, what in manifest.contradictions(record):\n",
         "        for name, what in list[tuple[str, str]]():\n",
     ),
     Plant(
-        "b25",
         "all ranks save their experts under the first rank's numbers",
-        LAYOUTS + "test_b25_every_expert_of_every_rank_is_in_its_place",
+        LAYOUTS + "test_every_expert_of_every_rank_is_in_its_place",
         "layers/placement.py",
         "        box[dim] = share(shape[dim], ranks, index)\n",
         "        box[dim] = share(shape[dim], ranks, 0 if axis == 'ep' else index)\n",
     ),
     Plant(
-        "b25",
         "the rows of a slice are counted from the start of the tensor",
-        LAYOUTS + "test_b25_every_expert_of_every_rank_is_in_its_place",
+        LAYOUTS + "test_every_expert_of_every_rank_is_in_its_place",
         "checkpoint/load.py",
         "destination = target[relative_slices(overlap, box)]",
         "destination = target[relative_slices(overlap, overlap)]",
     ),
     Plant(
-        "b26",
         "first moments are left out of checkpoints",
         KEPT,
         "training/state.py",
@@ -47,7 +43,6 @@ PLANTS = (
         "            yield held.name, held\n",
     ),
     Plant(
-        "b26",
         "the selection bias is left out of checkpoints",
         KEPT,
         "training/state.py",
@@ -57,7 +52,6 @@ PLANTS = (
         "            yield MODEL_PREFIX + held.name, held\n",
     ),
     Plant(
-        "b26",
         "what is saved behind the steps is written from the live state",
         BEHIND,
         "training/saving.py",
@@ -65,7 +59,6 @@ PLANTS = (
         "                copied[name].append(part)\n",
     ),
     Plant(
-        "b26",
         "the second save behind the steps writes the first one's bytes",
         BEHIND,
         "training/saving.py",
@@ -73,7 +66,6 @@ PLANTS = (
         "                if not buffer.any():\n                    buffer.copy_(tensor)\n",
     ),
     Plant(
-        "b27",
         "data ranks have an order each",
         DEALT,
         "data/loader.py",
@@ -83,7 +75,6 @@ PLANTS = (
         "        mine = [self.load_micro_batch(step + at, j) for j in range(at, count, by)]\n",
     ),
     Plant(
-        "b27",
         "a run that goes on begins the data anew",
         DEALT,
         "training/state.py",
@@ -91,7 +82,6 @@ PLANTS = (
         'Progress.from_dict(meta["progress"] | {"step": 0})',
     ),
     Plant(
-        "b37",
         "router weights are handed on in the narrow type",
         HANDED,
         "convert/plan.py",

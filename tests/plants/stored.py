@@ -1,16 +1,15 @@
-"""Plants B24, B26 and B27: imported folders, optimizer state, the order of data."""
+"""Planted bugs: imported folders, optimizer state, the order of data."""
 
 from tests.plants.plant import Plant
 
 IMPORT = "tests/cpu/test_convert_import.py::"
-BOTH = IMPORT + "test_b24_every_tensor_arrives_exactly_from_both_layouts"
-STRICT = IMPORT + "test_b24_nothing_missing_left_over_or_of_another_shape_passes"
-STATE = "test_b26_state_goes_out_and_comes_back_exactly"
+BOTH = IMPORT + "test_every_tensor_arrives_exactly_from_both_layouts"
+STRICT = IMPORT + "test_nothing_missing_left_over_or_of_another_shape_passes"
+STATE = "test_state_goes_out_and_comes_back_exactly"
 ORDER = "tests/cpu/test_data_loader.py::"
 
 PLANTS = (
     Plant(
-        "b24",
         "packed names are not known",
         BOTH,
         "model/families/names.py",
@@ -18,23 +17,20 @@ PLANTS = (
         'return mapping, "per_expert"',
     ),
     Plant(
-        "b24",
         "gate and up are exchanged",
-        IMPORT + "test_b24_each_expert_of_each_layer_is_in_its_place",
+        IMPORT + "test_each_expert_of_each_layer_is_in_its_place",
         "model/families/names.py",
         "((part,) if stacked else ())",
         "((1 - part,) if stacked else ())",
     ),
     Plant(
-        "b24",
         "an expert is written where another belongs",
-        IMPORT + "test_b24_each_expert_of_each_layer_is_in_its_place",
+        IMPORT + "test_each_expert_of_each_layer_is_in_its_place",
         "model/families/names.py",
         "index = (() if expert is None else (expert,))",
         "index = (() if expert is None else (shape[0] - 1 - expert,))",
     ),
     Plant(
-        "b24",
         "a missing tensor is passed over",
         STRICT,
         "convert/plan.py",
@@ -42,7 +38,6 @@ PLANTS = (
         "list[str]()",
     ),
     Plant(
-        "b24",
         "a tensor that nobody reads is passed over",
         STRICT,
         "convert/plan.py",
@@ -50,23 +45,20 @@ PLANTS = (
         "        elif name not in uses and not present:\n",
     ),
     Plant(
-        "b24",
         "packed and single experts may stand beside each other",
-        IMPORT + "test_b24_a_packed_tensor_beside_single_experts_is_refused",
+        IMPORT + "test_a_packed_tensor_beside_single_experts_is_refused",
         "convert/plan.py",
         "        elif name not in uses:\n",
         '        elif name not in uses and ".experts." not in name:\n',
     ),
     Plant(
-        "b24",
         "what is not written holds zeros",
-        IMPORT + "test_b24_a_part_that_is_not_written_stays_nan_and_is_refused",
+        IMPORT + "test_a_part_that_is_not_written_stays_nan_and_is_refused",
         "convert/importer.py",
         "unfilled = torch.nan if self._plan.parts[name] else 0.0",
         "unfilled = 0.0",
     ),
     Plant(
-        "b26",
         "steps start anew after loading",
         f"tests/cpu/test_optim_adamw.py::{STATE}",
         "optim/adamw.py",
@@ -74,7 +66,6 @@ PLANTS = (
         "torch.zeros((), dtype=torch.int64)",
     ),
     Plant(
-        "b26",
         "momenta start anew after loading",
         f"tests/cpu/test_optim_muon.py::{STATE}",
         "optim/muon.py",
@@ -82,9 +73,8 @@ PLANTS = (
         "name: zeros_for(p)",
     ),
     Plant(
-        "b27",
         "the order hangs on the size of a micro-batch",
-        ORDER + "test_b27_data_order_is_the_same_after_any_stop_and_in_any_layout",
+        ORDER + "test_data_order_is_the_same_after_any_stop_and_in_any_layout",
         "data/loader.py",
         "self._mixture.pick(number + i)",
         "self._mixture.pick(number + i + self.micro_batch)",

@@ -62,10 +62,6 @@ PLANTS: tuple[Plant, ...] = tuple(
             *tuning.PLANTS,
             *vocabulary.PLANTS,
         ),
-        key=lambda plant: plant.bug,
+        key=lambda plant: plant.test,
     )
 )
-REQUIRED = tuple(
-    f"b{n:02d}" for n in (*range(1, 28), 30, 31, *range(32, 36), 36, 37, 39, 40, 41, 60, 61)
-)
-"""Classes that need a test of their own and a bug that it is shown to notice."""

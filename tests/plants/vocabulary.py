@@ -13,7 +13,6 @@ SHARES = "tests/pure/test_mesh_shares.py::"
 
 PLANTS = (
     Plant(
-        "tokens",
         "ids are looked up as if all ranks had as many",
         STEPS,
         "layers/linear.py",
@@ -21,7 +20,6 @@ PLANTS = (
         "local_vocab_ids(ids_T, ranks.index * len(table.value), len(table.value))",
     ),
     Plant(
-        "tokens",
         "labels are looked up as if all ranks had as many",
         STEPS,
         "layers/loss.py",
@@ -29,7 +27,6 @@ PLANTS = (
         '"vocab_start": ranks.index * len(head.value),',
     ),
     Plant(
-        "tokens",
         "a tied head begins at the first token on each rank",
         STEPS,
         "model/decoder.py",
@@ -37,7 +34,6 @@ PLANTS = (
         "first_row=0)",
     ),
     Plant(
-        "tokens",
         "a teacher's ids are counted as if all ranks had as many",
         LOSSES,
         "layers/divergence.py",
@@ -45,7 +41,6 @@ PLANTS = (
         "(index + ranks.index * local_vocab)",
     ),
     Plant(
-        "tokens",
         "tokens that a rank does not have are chosen",
         LOSSES,
         "layers/divergence.py",
@@ -53,7 +48,6 @@ PLANTS = (
         "value=0.0)",
     ),
     Plant(
-        "tokens",
         "columns that only fill a rank's share are sampled",
         SAMPLES,
         "parallel/pipeline/score.py",
@@ -61,7 +55,6 @@ PLANTS = (
         "logits_Pv",
     ),
     Plant(
-        "uneven",
         "a plan counts the emptiest rank",
         SHARES + "test_an_uneven_weight_is_planned_as_on_the_fullest_rank",
         "mesh/shares.py",
@@ -69,7 +62,6 @@ PLANTS = (
         "return number // ranks",
     ),
     Plant(
-        "partition",
         "the last ranks have what is left over",
         SHARES + "test_shares_are_a_partition_in_order_and_differ_by_at_most_one",
         "mesh/shares.py",

@@ -70,7 +70,7 @@ def check_epochs(reads: list[tuple[int, list[int], int]], size: Any) -> None:
 
 @QUICK
 @given(st.integers(13, 90), LEGS)
-def test_b93_text_continues_at_any_length_and_seed(tokens: int, legs: list) -> None:
+def test_text_continues_at_any_length_and_seed(tokens: int, legs: list) -> None:
     reads = list(read_legs(ChunkedSequences, text(tokens), legs))
     check_epochs(reads, {tokens // seq * seq for seq, _, _ in legs})
     # What the first epoch leaves out counts as repeated when a later one reads it.
@@ -80,7 +80,7 @@ def test_b93_text_continues_at_any_length_and_seed(tokens: int, legs: list) -> N
 
 @settings(QUICK, max_examples=40)
 @given(st.lists(st.integers(1, 4), min_size=4, max_size=30), LEGS)
-def test_b93_conversations_continue_at_any_length_and_seed(lengths: list[int], legs: list) -> None:
+def test_conversations_continue_at_any_length_and_seed(lengths: list[int], legs: list) -> None:
     legs = [(max(seq, 4), count, seed) for seq, count, seed in legs]
     reads = list(read_legs(PackedSequences, chat(lengths), legs))
     check_epochs(reads, {sum(lengths)})
@@ -97,7 +97,7 @@ def test_a_stop_changes_nothing_where_nothing_is_changed(kind: Any) -> None:
         assert [read for _, read, _ in stopped] == unbroken
 
 
-def test_b93_an_epoch_in_progress_keeps_its_seed_and_name() -> None:
+def test_an_epoch_in_progress_keeps_its_seed_and_name() -> None:
     """A new seed orders the next epoch; what is left of this one was drawn already."""
     corpus = text(60)
     begun = ChunkedSequences(corpus, 1, "old", 6).given_after(4)
@@ -120,7 +120,7 @@ def test_a_source_that_has_given_nothing_of_an_epoch_begins_it_anew() -> None:
     assert later.n_left == later.n_sequences == 3 and later.given.cuts == ((20, 0),)
 
 
-def test_b93_sources_are_recognised_by_their_tokens() -> None:
+def test_sources_are_recognised_by_their_tokens() -> None:
     web, code, twin = (Given(name, digest, 1, ((8, n),)) for name, digest, n in
                        (("web", "x", 1), ("code", "y", 2), ("twin", "x", 3)))  # fmt: skip
     matched, left = match_given([web, code, twin], [("twin", "x"), ("renamed", "y"), ("new", "z")])

@@ -66,7 +66,7 @@ PACKED: dict[str, tuple[str, bytes]] = {
 
 @pytest.mark.parametrize("case", PACKED)
 @pytest.mark.parametrize("chunk", [5, 1 << 20])
-def test_b43_compressed_lines_are_those_of_the_plain_file(
+def test_compressed_lines_are_those_of_the_plain_file(
     tmp_path: Path, case: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (streams, records):
@@ -78,7 +78,7 @@ def test_b43_compressed_lines_are_those_of_the_plain_file(
 
 
 @pytest.mark.parametrize("case", [c for c in PACKED if "array" not in c and "members" not in c])
-def test_b43_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, case: str) -> None:
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, case: str) -> None:
     name, content = PACKED[case]
     (tmp_path / name).write_bytes(content[:-5])
     with pytest.raises(DataError, match=r"a\.jsonl\S*: is damaged: .*; get a new copy"):
@@ -143,7 +143,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("case", FOREIGN)
 @pytest.mark.parametrize("record", [Text, Jsonl])
-def test_b45_other_kinds_of_files_are_never_text(
+def test_other_kinds_of_files_are_never_text(
     tmp_path: Path, case: str, record: Callable[..., SourceRecord]
 ) -> None:
     content, said = FOREIGN[case]
@@ -153,7 +153,7 @@ def test_b45_other_kinds_of_files_are_never_text(
 
 
 @pytest.mark.parametrize("text", ["PAR1S begins", "ORCHARD", "BZh9 is", "%PD", "[", "{}\0"])
-def test_b45_text_that_begins_like_another_kind_is_text(tmp_path: Path, text: str) -> None:
+def test_text_that_begins_like_another_kind_is_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text * 300)
     assert read(Text(files=(str(tmp_path / "a.txt"),))) == ([text * 300], {})
 
@@ -171,7 +171,7 @@ BAD_ARRAYS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_b45_a_bad_array_is_refused_by_item(tmp_path: Path, case: str) -> None:
+def test_a_bad_array_is_refused_by_item(tmp_path: Path, case: str) -> None:
     content, said = BAD_ARRAYS[case]
     (tmp_path / "a.json").write_text(content)
     began = time.process_time()
@@ -181,7 +181,7 @@ def test_b45_a_bad_array_is_refused_by_item(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "sep"), [("a.csv", ""), ("a.tsv", r", sep='\\t'")])
-def test_b45_a_table_of_text_is_refused_with_what_converts_it(
+def test_a_table_of_text_is_refused_with_what_converts_it(
     tmp_path: Path, name: str, sep: str
 ) -> None:
     (tmp_path / name).write_text("id,text\n1,one\n")
@@ -191,7 +191,7 @@ def test_b45_a_table_of_text_is_refused_with_what_converts_it(
     assert read(Jsonl(files=(str(tmp_path / name),)))[0] == ["one"]
 
 
-def test_b45_a_malformed_item_is_found_without_reading_on(tmp_path: Path) -> None:
+def test_a_malformed_item_is_found_without_reading_on(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"text" 3}' + ' {"text": "x"},' * 3_000_000)
     began = time.process_time()
     with pytest.raises(DataError, match=r"a\.json\[0\]: not JSON.*jq -c '\.\[\]' a\.json > NEW"):
@@ -199,7 +199,7 @@ def test_b45_a_malformed_item_is_found_without_reading_on(tmp_path: Path) -> Non
     assert time.process_time() - began < 1
 
 
-def test_b46_no_document_is_longer_than_the_stated_limit(
+def test_no_document_is_longer_than_the_stated_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (streams, records):
@@ -226,7 +226,7 @@ def test_b46_no_document_is_longer_than_the_stated_limit(
             read(record)
 
 
-def test_b46_a_bomb_is_refused_within_the_limit(tmp_path: Path) -> None:
+def test_a_bomb_is_refused_within_the_limit(tmp_path: Path) -> None:
     """Two gigabytes of one line, packed into a few kilobytes."""
     (tmp_path / "a.jsonl.zst").write_bytes(zstd(b'{"text": "') + zstd(bytes(1 << 27)) * 16)
     began = time.process_time()
@@ -261,7 +261,7 @@ def table_of(texts: list[str]) -> pa.Table:
     return pa.table({"id": list(range(len(texts))), "text": texts})
 
 
-def test_b47_a_saved_folder_is_the_files_of_its_state(tmp_path: Path) -> None:
+def test_a_saved_folder_is_the_files_of_its_state(tmp_path: Path) -> None:
     """A cache beside them is left out by name, and order is the state's."""
     tables = [table_of(TEXTS[:20]), table_of(TEXTS[20:30])]
     folder = saved(tmp_path / "set", *tables)
@@ -283,7 +283,7 @@ def test_b47_a_saved_folder_is_the_files_of_its_state(tmp_path: Path) -> None:
     "kind",
     [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
 )
-def test_b47_arrow_files_of_every_form(
+def test_arrow_files_of_every_form(
     tmp_path: Path, stream: bool, compression: str | None, kind: pa.DataType
 ) -> None:
     table = pa.table({"text": pa.array(TEXTS[:20]).cast(kind)}).combine_chunks()
@@ -292,7 +292,7 @@ def test_b47_arrow_files_of_every_form(
     assert documents == TEXTS[:20]
 
 
-def test_b47_rows_that_are_not_utf8_are_refused_by_row(tmp_path: Path) -> None:
+def test_rows_that_are_not_utf8_are_refused_by_row(tmp_path: Path) -> None:
     broken = pa.array([b"fine", b"\xff", b"good"], pa.binary()).view(pa.string())
     write_arrow(tmp_path / "a.arrow", pa.table({"text": broken}))
     with pytest.raises(DataError, match=r"a\.arrow:1: not UTF-8: byte 0"):
@@ -300,7 +300,7 @@ def test_b47_rows_that_are_not_utf8_are_refused_by_row(tmp_path: Path) -> None:
     assert read(Parquet(files=(f"{tmp_path}/a.arrow",), bad="skip"))[0] == ["fine", "good"]
 
 
-def test_b47_offsets_beyond_an_arrow_file_s_buffers_are_refused(tmp_path: Path) -> None:
+def test_offsets_beyond_an_arrow_file_s_buffers_are_refused(tmp_path: Path) -> None:
     """Reading such a row would end the process."""
     texts = pa.array(["aaaa", "bbbb", "cccc"])
     write_arrow(tmp_path / "a.arrow", pa.table({"text": texts}))
@@ -366,13 +366,13 @@ BAD_FOLDERS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("kind", BAD_FOLDERS)
-def test_b47_a_saved_folder_that_cannot_be_read_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_saved_folder_that_cannot_be_read_is_refused(tmp_path: Path, kind: str) -> None:
     bad_folder(kind, tmp_path / "set")
     with pytest.raises(DataError, match=BAD_FOLDERS[kind]):
         read(Parquet(files=(str(tmp_path / "set"),)))
 
 
-def test_b47_other_kinds_of_files_are_not_tables(tmp_path: Path) -> None:
+def test_other_kinds_of_files_are_not_tables(tmp_path: Path) -> None:
     saved(tmp_path / "set", table_of(TEXTS[:3]))
     with pytest.raises(DataError, match="is a folder of datasets; read it with source: parquet"):
         read(Text(files=(str(tmp_path / "set"),)))

@@ -118,7 +118,7 @@ FORMS: dict[str, Callable[[], Content]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_b65_parts_have_the_ids_of_the_whole(form: str) -> None:
+def test_parts_have_the_ids_of_the_whole(form: str) -> None:
     found = FORMS[form]()
     places = find_places(found)
     assert places
@@ -171,11 +171,11 @@ WHOLE: dict[str, Callable[[], Content]] = {
 
 
 @pytest.mark.parametrize("form", WHOLE)
-def test_b65_texts_of_other_tokenizers_stay_whole(form: str) -> None:
+def test_texts_of_other_tokenizers_stay_whole(form: str) -> None:
     assert find_places(WHOLE[form]()) is None
 
 
-def test_b65_a_long_document_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_document_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = Random(1)
     long = drawn(chance, GROUP // 2)
     texts = ["the cat", long, "", "cat"]

@@ -89,7 +89,7 @@ def test_a_start_that_a_run_names_is_added_by_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["<s>a</s>", "a</s>", "<s>a", "a"])
-def test_b70_no_token_around_a_text_is_written_twice(tmp_path: Path, text: str) -> None:
+def test_no_token_around_a_text_is_written_twice(tmp_path: Path, text: str) -> None:
     folder_with(tmp_path, template("<s> $A </s>", "<s>", "</s>"))
     found = from_path(str(tmp_path))
     wanted = [1, *found.encode("a"), 2]
@@ -105,7 +105,7 @@ def test_special_tokens_in_documents_are_as_the_folder_says(tmp_path: Path) -> N
     assert 2 not in split.encode(text) and 2 not in split.encode_prompt(text)
 
 
-def test_b70_a_pair_is_one_text_with_labels_from_its_prompt_on(tmp_path: Path) -> None:
+def test_a_pair_is_one_text_with_labels_from_its_prompt_on(tmp_path: Path) -> None:
     found = from_path(str(folder_with(tmp_path, template("<s> $A", "<s>"))))
     merged = "expe", "rt</s>"
     ((ids, mask),) = encode_pairs([merged], found)
@@ -191,7 +191,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>", "<|im_start|>"])
-def test_b70_what_a_template_writes_after_its_end_is_no_label(tmp_path: Path, eos: str) -> None:
+def test_what_a_template_writes_after_its_end_is_no_label(tmp_path: Path, eos: str) -> None:
     found = from_path(str(write_chat_folder(tmp_path, PLAIN_CHATML, eos_token=eos)))
     assert labels(found, TALK * 2) == "b<|im_end|>" * 2
     closing = PLAIN_CHATML.replace("{% endif %}", "{% else %}<|endoftext|>{% endif %}")
@@ -201,7 +201,7 @@ def test_b70_what_a_template_writes_after_its_end_is_no_label(tmp_path: Path, eo
 
 @pytest.mark.parametrize("answer", ["a  b", "ab ", "ab  ", " a", "  ", "日 ", "où 🙂 "])
 @pytest.mark.parametrize("processor", ["byte level", "roberta"])
-def test_b70_offsets_that_are_trimmed_cost_no_label(
+def test_offsets_that_are_trimmed_cost_no_label(
     tmp_path: Path, answer: str, processor: str
 ) -> None:
     marked = CHATML.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")

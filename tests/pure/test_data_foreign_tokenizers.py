@@ -111,7 +111,7 @@ def ids_of(text: str) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.parametrize("case", SPM)
-def test_b49_sentencepiece_files_give_their_library_s_ids(tmp_path: Path, case: str) -> None:
+def test_sentencepiece_files_give_their_library_s_ids(tmp_path: Path, case: str) -> None:
     file = trained(tmp_path / "tokenizer.model", **SPM[case])
     library = sentencepiece.SentencePieceProcessor(model_file=str(file))
     text = convert_tokenizer(file)
@@ -128,7 +128,7 @@ def test_b49_sentencepiece_files_give_their_library_s_ids(tmp_path: Path, case: 
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, r"\s+|\S+"])
-def test_b49_tiktoken_files_give_their_library_s_ids(tmp_path: Path, pattern: str) -> None:
+def test_tiktoken_files_give_their_library_s_ids(tmp_path: Path, pattern: str) -> None:
     file = tiktoken_file(tmp_path / "a.tiktoken")
     regex = PATTERNS.get(pattern, (pattern, {}))[0]
     library = tiktoken.Encoding("t", pat_str=regex, mergeable_ranks=RANKS, special_tokens={})
@@ -137,7 +137,7 @@ def test_b49_tiktoken_files_give_their_library_s_ids(tmp_path: Path, pattern: st
         assert ids(sample) == library.encode_ordinary(sample), sample
 
 
-def test_b49_tekken_files_have_special_tokens_first_and_a_cut_vocabulary(tmp_path: Path) -> None:
+def test_tekken_files_have_special_tokens_first_and_a_cut_vocabulary(tmp_path: Path) -> None:
     file = tekken_file(tmp_path / "tekken.json")
     ranks = {token: rank for token, rank in RANKS.items() if rank < 400}
     pattern = PATTERNS["o200k"][0]
@@ -172,7 +172,7 @@ BAD_FILES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_b49_files_that_are_no_tokenizer_are_refused(tmp_path: Path, case: str) -> None:
+def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, case: str) -> None:
     content, said = BAD_FILES[case]
     (tmp_path / "tokenizer.model").write_text(content)
     began = time.process_time()
@@ -181,7 +181,7 @@ def test_b49_files_that_are_no_tokenizer_are_refused(tmp_path: Path, case: str) 
     assert time.process_time() - began < 2
 
 
-def test_b49_what_cannot_be_converted_is_refused_with_a_way_out(
+def test_what_cannot_be_converted_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for case, fields, said in (
@@ -219,7 +219,7 @@ def test_b49_what_cannot_be_converted_is_refused_with_a_way_out(
         convert_tokenizer(bpe)
 
 
-def test_b49_a_folder_without_tokenizer_json_says_the_command_that_makes_it(
+def test_a_folder_without_tokenizer_json_says_the_command_that_makes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = trained(tmp_path / "tokenizer.model", model_type="bpe")

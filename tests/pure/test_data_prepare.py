@@ -410,7 +410,7 @@ def _charge(seen: list, held: list, order: int, vocab: int, first: bool) -> floa
     return float(bits)
 
 
-def test_b58_documents_keep_their_order_whatever_the_threads() -> None:
+def test_documents_keep_their_order_whatever_the_threads() -> None:
     """Batches that take longer than the next ones, and one that fails."""
     taken: list[int] = []
 

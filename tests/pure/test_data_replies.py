@@ -47,7 +47,7 @@ REPLY = (
         (CHANNELS, "a", "<|channel|>fin", []),
     ],
 )
-def test_b59_parts_of_a_reply(template: str, prompt: str, reply: str, parts: Any) -> None:
+def test_parts_of_a_reply(template: str, prompt: str, reply: str, parts: Any) -> None:
     form = ReplyForm(template, prompt, ("<|end|>",))
     assert [tuple(piece) for piece in form.split(reply)] == parts
     shown = list[str]()  # no piece that was shown is taken back
@@ -72,8 +72,6 @@ def test_b59_parts_of_a_reply(template: str, prompt: str, reply: str, parts: Any
         ),
     ],
 )
-def test_b59_a_reply_goes_back_as_its_template_wants(
-    template: str, reply: str, message: Any
-) -> None:
+def test_a_reply_goes_back_as_its_template_wants(template: str, reply: str, message: Any) -> None:
     found = ReplyForm(template, "a").message(reply)
     assert found == {"role": "assistant"} | message

@@ -151,7 +151,7 @@ def test_what_follows_the_common_beginning_is_compared() -> None:
         ("Q: a A:  b", "Q: a A: c", 7),
     ],
 )
-def test_b58_the_common_beginning_of_texts_is_the_prompt(
+def test_the_common_beginning_of_texts_is_the_prompt(
     chosen: str, rejected: str, prompt: int
 ) -> None:
     """As TRL's ``extract_prompt`` takes it: without a space at its end."""
@@ -260,7 +260,7 @@ def assert_matches(error: BadDocument, told: str) -> None:
         ({**WHOLE, "images": ["cat.png"]}, "it has images"),
     ],
 )
-def test_b58_pairs_that_cannot_be_compared_are_refused(row: Row, told: str) -> None:
+def test_pairs_that_cannot_be_compared_are_refused(row: Row, told: str) -> None:
     with pytest.raises(BadDocument) as caught:
         read_pair(row)
     assert_matches(caught.value, told)
@@ -310,7 +310,7 @@ def by_role_and(name: str) -> Any:
         ({"content": [{"type": "text", "text": "a", "cache_control": {"x": 1}}]}, "part 0 of mess"),
     ],
 )
-def test_b58_fields_that_nothing_reads_are_refused_by_name(fields: Row, told: str) -> None:
+def test_fields_that_nothing_reads_are_refused_by_name(fields: Row, told: str) -> None:
     messages = said("u:1", "a:2", "t:3")
     messages[2]["name"] = "f"  # repeats the call's
     messages[1] |= {"annotations": [], "audio": None, "refusal": None}

@@ -327,7 +327,7 @@ def test_sizes_that_do_not_go_together_are_refused() -> None:
     [(MIXTRAL, 0.001), (QWEN, 0.001), (OLMOE, 0.01)],
     ids=lambda c: str(c)[:0],
 )
-def test_b07_a_missing_coefficient_is_the_documented_default_and_said(
+def test_a_missing_coefficient_is_the_documented_default_and_said(
     config: dict[str, Any], default: float
 ) -> None:
     name = "router_aux_loss_coef"
@@ -341,7 +341,7 @@ def test_b07_a_missing_coefficient_is_the_documented_default_and_said(
     assert moe_of(config | {name: 0.5}).balance == (Aux(coefficient=0.5),)
 
 
-def test_b07_deepseek_says_its_balance_too() -> None:
+def test_deepseek_says_its_balance_too() -> None:
     notes = from_hf(DEEPSEEK).notes
     assert [n for n in notes if "aux_loss_alpha" in n and "0.0001" in n]
     assert [n for n in notes if "of the selection bias is 0.001" in n]

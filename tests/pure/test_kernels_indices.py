@@ -55,7 +55,7 @@ def noticed(folder: Path, line: str) -> list[str]:
     return indices.narrow_integers(folder)
 
 
-def test_b31_no_product_and_no_index_is_narrow() -> None:
+def test_no_product_and_no_index_is_narrow() -> None:
     """Plant: int32 indices for a gather; the place of a row from an int32 offset."""
     breaches = indices.narrow_integers(ROOT)
     assert not breaches, f"{indices.narrow_integers.__doc__}\n" + "\n".join(breaches)

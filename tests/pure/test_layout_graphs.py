@@ -41,12 +41,12 @@ def found(given: dict[str, Any], world: int, **moe: Any) -> list[Violation]:
     ],
     ids=str,
 )
-def test_b97_what_graphs_lack_is_refused(given: dict[str, Any], field: str, nearest: Any) -> None:
+def test_what_graphs_lack_is_refused(given: dict[str, Any], field: str, nearest: Any) -> None:
     (one,) = found(given, 2)
     assert one.path == (field,) and one.nearest == nearest
 
 
-def test_b97_what_a_router_draws_is_drawn_anew() -> None:
+def test_what_a_router_draws_is_drawn_anew() -> None:
     """A graph holds the step's number."""
     for moe in ({"router": {"jitter": 0.1}}, {"capacity": Capacity(factor=1.0, drop="random")}):
         (one,) = found({"graphs": "partial"}, 1, **moe)

@@ -185,7 +185,7 @@ def dealt(counts: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
-def test_b65_spread_has_room_for_every_routing(ranks: int) -> None:
+def test_spread_has_room_for_every_routing(ranks: int) -> None:
     """In which no rank gets, or sends, more rows than are stated; and not for much more."""
     chance, most = np.random.default_rng(ranks), 0.0
     for copies in (1, 7, 64, 1000):

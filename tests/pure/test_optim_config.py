@@ -177,7 +177,7 @@ def test_the_rest_has_no_schedule_of_its_own() -> None:
         ("layers.0.moe.experts.in_bias", (4, 2, 32), False),  # two dims, and still a bias
     ],
 )
-def test_b23_what_decays(name: str, shape: tuple[int, ...], decays: bool) -> None:
+def test_what_decays(name: str, shape: tuple[int, ...], decays: bool) -> None:
     """Weight decay takes matrices, embeddings included, and no norm or bias."""
     assert AdamW().decays(name, shape) is decays
     assert AdamW(no_decay=("*",)).decays(name, shape) is False
@@ -202,7 +202,7 @@ def test_b23_what_decays(name: str, shape: tuple[int, ...], decays: bool) -> Non
         ("layers.0.moe.experts.in_bias", (4, 2, 32), False),
     ],
 )
-def test_b23_what_muon_takes(name: str, shape: tuple[int, ...], matrix: bool) -> None:
+def test_what_muon_takes(name: str, shape: tuple[int, ...], matrix: bool) -> None:
     """Matrices and stacks of them, but not those whose rows belong to tokens or experts."""
     assert Muon().orthogonalises(name, shape) is matrix
     kept = Muon().state_names(name, shape)

@@ -75,7 +75,7 @@ def rule(schedule: LrSchedule, kind: str, start: float, done: int, steps: int) -
 
 @QUICK
 @given(SCHEDULES, st.integers(6, 40), st.data())
-def test_b94_an_extended_run_follows_the_stated_rule(
+def test_an_extended_run_follows_the_stated_rule(
     schedule: LrSchedule, steps: int, data: st.DataObject
 ) -> None:
     """At any step, running or finished, longer or shorter, and extended once more."""
@@ -109,7 +109,7 @@ def test_b94_an_extended_run_follows_the_stated_rule(
 
 @QUICK
 @given(SCHEDULES, st.integers(6, 40), st.data())
-def test_b94_without_an_answer_the_rate_never_jumps(
+def test_without_an_answer_the_rate_never_jumps(
     schedule: LrSchedule, steps: int, data: st.DataObject
 ) -> None:
     """Either the next rate is what it would have been, or both rates are in the refusal."""

@@ -157,7 +157,7 @@ def test_what_training_cannot_execute_is_never_printed() -> None:
 @pytest.mark.parametrize(
     ("sizes", "rows"), [("tp2 ep2", "micro_batch"), ("tp2", "rank"), ("tp4 ep4", None)]
 )
-def test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks(
+def test_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks(
     sizes: str, rows: str | None
 ) -> None:
     """And is written with the rows that go together there. Plant: all of them are starred."""

@@ -68,7 +68,7 @@ def test_parameters_are_those_of_megatron_and_norms_on_queries(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_b36_flops_are_those_of_megatron(name: str) -> None:
+def test_flops_are_those_of_megatron(name: str) -> None:
     """At every length, to the last unit. Plant: count all experts, or the dense width."""
     counts = count(decoder(name))
     for length, (per_sequence, per_token) in MODELS[name]["flops"].items():

@@ -112,7 +112,7 @@ def test_published_layouts_are_shown() -> None:
     assert shown and shown[0].layout == "pp16 vpp2 ep64" and shown[0].published_tflops == 385
 
 
-def test_b56_deepseek_v3_fits_as_published_with_its_activations_in_codes() -> None:
+def test_deepseek_v3_fits_as_published_with_its_activations_in_codes() -> None:
     """On 2,048 H800 of 80 GB, where it ran: norms, up-projections and what follows made again; or
     no feed-forward, whose pre-activations are kept in codes.
 

@@ -318,7 +318,7 @@ def with_graphs(task: TrainingTask, case: Case) -> dict[str, Case]:
     return {one.layout.graphs: task.case(*one) for one in changed}
 
 
-def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
+def test_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
     """Fewer launches take less time; and what is proposed is legal."""
     task, model = small(), model_needs(small().decoder, small().seq)
     tried = (

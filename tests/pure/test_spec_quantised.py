@@ -14,7 +14,7 @@ def run_of(*overrides: str) -> Run:
     return load_run("tiny", list(overrides))
 
 
-def test_b52_products_of_blocks_are_narrow_and_nothing_else() -> None:
+def test_products_of_blocks_are_narrow_and_nothing_else() -> None:
     """By the layers' descriptions. Plants: a narrow router, a narrow head."""
     assert quantised_weight_names(run_of().decoder) == {}
     decoder = run_of("train.quantise=nvfp4").decoder
@@ -100,7 +100,7 @@ HIDDEN = "{kind: nvfp4, hidden: codes}"
         (HIDDEN, "ep2 etp4", "etp * 128 must divide experts.w_in", "ep2 etp2"),
     ],
 )
-def test_b53_a_cut_through_what_shares_a_scale_is_refused(
+def test_a_cut_through_what_shares_a_scale_is_refused(
     quantise: str, sizes: str, said: str, nearest: str
 ) -> None:
     """With the nearest layout that holds whole blocks. Plants: blocks are not counted, those of

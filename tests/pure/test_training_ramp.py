@@ -24,7 +24,7 @@ def check_sums(sizes: BatchSizes, steps: int) -> list[int]:
 
 @QUICK
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 50))
-def test_b95_a_ramp_over_steps_rises_in_a_line(start: int, more: int, steps: int) -> None:
+def test_a_ramp_over_steps_rises_in_a_line(start: int, more: int, steps: int) -> None:
     batch = start + more
     listed = check_sums(batch_sizes(batch, 8, BatchRamp(**{"from": start, "steps": steps})), 60)
     unit = gcd(start, batch)
@@ -34,9 +34,7 @@ def test_b95_a_ramp_over_steps_rises_in_a_line(start: int, more: int, steps: int
 
 @QUICK
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(1, 4000))
-def test_b95_a_ramp_over_tokens_gives_each_size_its_share(
-    start: int, more: int, tokens: int
-) -> None:
+def test_a_ramp_over_tokens_gives_each_size_its_share(start: int, more: int, tokens: int) -> None:
     batch, seq = start + more, 8
     sizes = batch_sizes(batch, seq, BatchRamp(**{"from": start, "tokens": tokens}))
     listed = check_sums(sizes, 600)

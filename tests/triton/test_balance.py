@@ -19,7 +19,7 @@ def choices(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_b41_a_balance_value_and_its_gradient_are_those_of_fp64(size: tuple[int, int]) -> None:
+def test_a_balance_value_and_its_gradient_are_those_of_fp64(size: tuple[int, int]) -> None:
     rows, experts = size
     probability_TE, counts_E = drawn(*size).softmax(1), choices(experts)
     wide = probability_TE.double().requires_grad_()
@@ -54,7 +54,7 @@ def test_rows_that_are_not_there_and_no_choices_give_zero() -> None:
 
 @pytest.mark.parametrize("ranks", (None, 1, 3))
 @pytest.mark.parametrize("experts", (1, 60, 128))
-def test_b44_counters_are_those_of_whole_numbers(experts: int, ranks: int | None) -> None:
+def test_counters_are_those_of_whole_numbers(experts: int, ranks: int | None) -> None:
     before, rank = [choices(experts) + i for i in range(3)], 1 if ranks == 3 else 0
     load_E, sent_E, shares_PE = choices(experts) + 5, choices(experts), drawn(7, experts)
     by_rank_DE = None if ranks is None else choices(ranks, experts)
@@ -78,7 +78,7 @@ def test_b44_counters_are_those_of_whole_numbers(experts: int, ranks: int | None
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_b41_squares_of_log_sums_are_those_of_fp64(size: tuple[int, int]) -> None:
+def test_squares_of_log_sums_are_those_of_fp64(size: tuple[int, int]) -> None:
     logits_TE = drawn(*size) * 3
     wide = logits_TE.double().requires_grad_()
     want = wide.logsumexp(1).square().sum() / 17
@@ -99,7 +99,7 @@ def test_b41_squares_of_log_sums_are_those_of_fp64(size: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("expanded", (False, True), ids=("rows", "one row"))
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_b41_scores_over_their_sum_are_those_of_fp64(size: tuple[int, int], expanded: bool) -> None:
+def test_scores_over_their_sum_are_those_of_fp64(size: tuple[int, int], expanded: bool) -> None:
     scores_TE, dout_TE = drawn(*size).sigmoid(), drawn(*size)
     scores_TE[0] = 0
     dout_TE = dout_TE[:1].expand(size) if expanded else dout_TE

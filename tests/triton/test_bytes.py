@@ -112,7 +112,7 @@ class Moved(Watch):
         self._moved[start] = self._moved.get(start, 0) + len(at)
 
 
-def test_b41_every_memory_bound_kernel_moves_its_operands_once(
+def test_every_memory_bound_kernel_moves_its_operands_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch, launch = Moved(), GridExecutor.__call__

@@ -34,7 +34,7 @@ def gradient(logits_CV: Tensor, *rest: object) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("first", (0, 3))
-def test_b41_loss_and_gradient_are_those_of_fp64(
+def test_loss_and_gradient_are_those_of_fp64(
     shape: tuple[int, int], dtype: torch.dtype, first: int
 ) -> None:
     logits_CV, labels_C = drawn(*shape, dtype)
@@ -86,7 +86,7 @@ def test_torch_knows_the_operations() -> None:
     torch.library.opcheck(fused.gradient.overload, (logits_CV, labels_C, normaliser_C, weight_C, 3))
 
 
-def test_b41_shares_of_the_vocabulary_add_up_to_the_whole(
+def test_shares_of_the_vocabulary_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     g = torch.Generator().manual_seed(0)

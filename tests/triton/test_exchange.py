@@ -18,9 +18,7 @@ def drawn(*shape: int) -> Tensor:
     "sizes", [(1, 1), (8, 16), (3, 5), (64, 4), (6, 1)], ids=lambda s: f"{s[0]} by {s[1]}"
 )
 @pytest.mark.parametrize("empty", (False, True), ids=("", "no rows"))
-def test_b44_what_arrives_stands_as_a_stable_sort_puts_it(
-    sizes: tuple[int, int], empty: bool
-) -> None:
+def test_what_arrives_stands_as_a_stable_sort_puts_it(sizes: tuple[int, int], empty: bool) -> None:
     counts_Xe = (drawn(*sizes) * (not empty)).to(torch.int32)
     counts_Xe[0, 0] = 0
     rows = int(counts_Xe.sum())
@@ -44,9 +42,7 @@ def test_counts_of_more_senders_than_a_program_takes_go_the_plain_way() -> None:
 @pytest.mark.parametrize("rank", (0, 2))
 @pytest.mark.parametrize("slices", (1, 2))
 @pytest.mark.parametrize("local", (1, 5, 16))
-def test_b44_counts_between_ranks_are_differences_of_ends(
-    local: int, slices: int, rank: int
-) -> None:
+def test_counts_between_ranks_are_differences_of_ends(local: int, slices: int, rank: int) -> None:
     ranks = 3
     counts_PSB = drawn(ranks, slices, ranks * local)
     ends_PSB = counts_PSB.cumsum(2).to(torch.int32)

@@ -50,7 +50,7 @@ def drawn(shape: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_b44_products_are_those_of_fp64(shape: str, dtype: torch.dtype) -> None:
+def test_products_are_those_of_fp64(shape: str, dtype: torch.dtype) -> None:
     x_RI, w_EOI, dy_RO, offs_E, _ = drawn(shape, dtype)
     live = int(offs_E[-1])
     x, w, dy = x_RI.double(), w_EOI.double(), dy_RO.double()
@@ -63,7 +63,7 @@ def test_b44_products_are_those_of_fp64(shape: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_b13_b14_b44_weight_gradients_are_sums_in_fp32(shape: str, dtype: torch.dtype) -> None:
+def test_weight_gradients_are_sums_in_fp32(shape: str, dtype: torch.dtype) -> None:
     x_RI, _, dy_RO, offs_E, into_EOI = drawn(shape, dtype)
     want_EOI = loop.weight_gradient(dy_RO.double(), x_RI.double(), offs_E, None)
     fresh = watched(lambda: fused.weight_gradient(dy_RO, x_RI, offs_E, None), waste=None)
@@ -79,7 +79,7 @@ def test_b13_b14_b44_weight_gradients_are_sums_in_fp32(shape: str, dtype: torch.
     assert bool((fresh[empty_E] == 0).all()) and torch.equal(got_EOI[empty_E], into_EOI[empty_E])
 
 
-def test_b44_a_sum_over_many_rows_keeps_what_bf16_would_lose() -> None:
+def test_a_sum_over_many_rows_keeps_what_bf16_would_lose() -> None:
     """513 rows of ones: a sum rounded to bf16 underway stands still at 256, rounded last at 512."""
     ones_RX = torch.ones(513, 16, dtype=torch.bfloat16)
     offs_E = torch.tensor([513], dtype=torch.int32)
@@ -102,7 +102,7 @@ def test_a_gradient_goes_into_a_view_of_a_larger_buffer() -> None:
     assert not buffer[:, :5].any() and not buffer[:, 29:].any()
 
 
-def test_b31_a_groups_place_is_counted_in_64_bits() -> None:
+def test_a_groups_place_is_counted_in_64_bits() -> None:
     """Groups that lie 2**30 elements apart: the checker says where the third was looked for."""
     x_RI, w_EOI, dy_RO, offs_E, into_EOI = drawn("one has all", torch.float32)
     far, dims = 2**30, (3, 32, 32)

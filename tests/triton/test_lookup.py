@@ -27,7 +27,7 @@ def drawn(rows: int, width: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_b41_each_row_is_added_to_its_id(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_each_row_is_added_to_its_id(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows_TD, ids_T, grad_VD = drawn(*shape, dtype)
 
     def added() -> Tensor:

@@ -40,7 +40,7 @@ CASES = [("dropless", 0), *zip(MIXTURES, (3, 0, 3, 3), strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "pads"), CASES)
-def test_b44_a_mixture_is_the_same_through_kernels_and_without(
+def test_a_mixture_is_the_same_through_kernels_and_without(
     kind: str, pads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "TILES", {4: ProductTile(16, 32, 16, 4, 2)})

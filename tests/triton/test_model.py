@@ -25,7 +25,7 @@ def step(through: bool, recompute: Record | None) -> tuple[float, dict[str, Tens
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_b41_a_step_through_kernels_is_the_plain_one(kept: str) -> None:
+def test_a_step_through_kernels_is_the_plain_one(kept: str) -> None:
     (loss, found), (want, plain) = step(True, KEPT[kept]), step(False, KEPT[kept])
     assert loss == pytest.approx(want, rel=1e-6)
     same(found, plain, 1e-5)

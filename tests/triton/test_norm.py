@@ -27,9 +27,7 @@ def norm(x: Tensor, weight_D: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("summed", (True, False), ids=("summed", "alone"))
-def test_b41_a_norm_is_that_of_fp64(
-    shape: tuple[int, int], dtype: torch.dtype, summed: bool
-) -> None:
+def test_a_norm_is_that_of_fp64(shape: tuple[int, int], dtype: torch.dtype, summed: bool) -> None:
     rows, width = shape
     x_ND, dy_ND, weight_D = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype), drawn(width)
     x_ND *= 3
@@ -70,7 +68,7 @@ def test_rows_may_lie_apart_and_padding_may_be_anything() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ("half", "interleaved"))
 @pytest.mark.parametrize("shape", ((0, 2, 8), (1, 1, 6), (7, 3, 40), (9, 2, 128)), ids=str)
-def test_b41_a_normed_and_turned_head_is_that_of_fp64(
+def test_a_normed_and_turned_head_is_that_of_fp64(
     shape: tuple[int, int, int], layout: str, dtype: torch.dtype
 ) -> None:
     tokens, _, dims = shape

@@ -22,7 +22,7 @@ def put(ring: PageRing, x_RD: torch.Tensor, page_M: torch.Tensor, count: int) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_b96_pages_are_those_of_the_plain_way(
+def test_pages_are_those_of_the_plain_way(
     shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     """Rows past the last are neither read nor written, in rooms and in pages."""
@@ -48,7 +48,7 @@ def test_b96_pages_are_those_of_the_plain_way(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_b96_pages_are_copied_to_pages_of_another_ring(dtype: torch.dtype) -> None:
+def test_pages_are_copied_to_pages_of_another_ring(dtype: torch.dtype) -> None:
     """Rows that count and no other, and none where either ring had no page for them."""
     room, count, width, page = SHAPES[0]
     rings = [PageRing(n, page, width, dtype, torch.device("cpu"), on_host=n == 7) for n in (20, 7)]
@@ -69,7 +69,7 @@ def test_b96_pages_are_copied_to_pages_of_another_ring(dtype: torch.dtype) -> No
     assert none_SD.isnan().all()
 
 
-def test_b96_only_rows_that_count_are_moved() -> None:
+def test_only_rows_that_count_are_moved() -> None:
     """A fifth of the room: as many bytes as they have, beside numbers of pages."""
     room, count, width, page = 64, 13, 128, 8
     ring = PageRing(10, page, width, torch.float32, torch.device("cpu"))

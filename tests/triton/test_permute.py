@@ -53,7 +53,7 @@ def taken(x_TD: Tensor, token_R: Tensor, into_RD: Tensor) -> Tensor:
     return there[-1].cpu()
 
 
-def test_b14_rows_that_nobody_owns_are_not_read_and_not_written() -> None:
+def test_rows_that_nobody_owns_are_not_read_and_not_written() -> None:
     order = sorted_copies(9, 2)
     x_TD = drawn(9, 5, torch.bfloat16)
     x_TD[1] = torch.nan
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_the_plain_way(complete: bool) -> None:
         assert torch.equal(got, want)
 
 
-def test_b31_places_of_elements_are_counted_in_64_bits() -> None:
+def test_places_of_elements_are_counted_in_64_bits() -> None:
     """A row of 2**20 columns far behind the tensor: the checker says where it was looked for."""
     x_TD, token_N = torch.zeros(4, 8), torch.tensor([3000])
     out_ND, wide = torch.zeros(1, 2048), 2**20

@@ -26,7 +26,7 @@ def angles(tokens: int, pairs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_b41_turned_heads_are_those_of_fp64(
+def test_turned_heads_are_those_of_fp64(
     size: tuple[int, int, int, int], layout: str, dtype: torch.dtype
 ) -> None:
     tokens, heads, stay, pairs = size
@@ -52,7 +52,7 @@ def test_b41_turned_heads_are_those_of_fp64(
 @pytest.mark.parametrize(
     "size", ((0, 2, 4, 3, 2), (1, 1, 1, 1, 1), (9, 3, 5, 6, 4), (2, 10, 128, 128, 32)), ids=str
 )
-def test_b41_keys_and_values_of_latents_are_those_of_fp64(
+def test_keys_and_values_of_latents_are_those_of_fp64(
     size: tuple[int, ...], layout: str, dtype: torch.dtype
 ) -> None:
     tokens, heads, stay, values, pairs = size

@@ -37,7 +37,7 @@ def drawn(tokens: int, experts: int) -> Tensor:
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("biased", (False, True), ids=("plain", "biased"))
-def test_b44_choices_are_those_of_the_plain_way(name: str, biased: bool) -> None:
+def test_choices_are_those_of_the_plain_way(name: str, biased: bool) -> None:
     experts, top_k, groups = CHOICES[name]
     scores_TE, valid_T = drawn(19, experts), torch.arange(19) < 17
     bias_E = torch.linspace(-0.5, 0.5, experts) if biased else None
@@ -59,7 +59,7 @@ def routed(tokens: int, top_k: int, buckets: int) -> Tensor:
 @pytest.mark.parametrize(
     "sizes", [(37, 3, 8), (21, 8, 256), (1, 1, 1), (0, 2, 8), (300, 4, 60), (301, 4, 6)], ids=str
 )
-def test_b14_copies_stand_as_a_stable_sort_puts_them(
+def test_copies_stand_as_a_stable_sort_puts_them(
     sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "MAX_CHUNKS", 4)

@@ -21,7 +21,7 @@ def drawn(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("weighted", (True, False), ids=("weighted", "plain"))
-def test_b41_values_are_those_of_fp64(
+def test_values_are_those_of_fp64(
     shape: tuple[int, int], dtype: torch.dtype, weighted: bool
 ) -> None:
     h_N2F, p_N, da_NF = drawn(*shape, dtype)
