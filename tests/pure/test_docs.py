@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [ROOT / "Makefile", ROOT / ".ci" / "run", *sorted((ROOT / "tools").iterdir())]
 READING = 8
+WORD = re.compile(r"[A-Za-z_]\w+").findall
 READING_LINES = 1600
 
 
@@ -47,6 +48,18 @@ def test_the_modules_a_script_names_exist(script: Path) -> None:
     stems = [ROOT.joinpath(*name.split(".")) for name in named]
     missing = [stem for stem in stems if not (stem.is_dir() or stem.with_suffix(".py").exists())]
     assert not missing, f"{script.name} names what is not there: {missing}"
+
+
+def test_the_names_of_the_glossary_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    named = {word for row in rows for code in re.findall(r"`([^`]+)`", row) for word in WORD(code)}
+    files = [
+        file for folder in ("moefold", "tests", "bench") for file in (ROOT / folder).rglob("*")
+    ]
+    sources = [file for file in files if file.suffix in (".py", ".yaml", ".html")]
+    known = {word for file in files for word in WORD(file.name)}
+    known |= {word for file in sources for word in WORD(file.read_text("utf-8"))}
+    assert named - known == set()
 
 
 def code(text: str) -> list[str]:
