@@ -20,6 +20,7 @@ from moefold.spec.layer import (
     Operation,
     RoutingSpec,
     Saved,
+    SavedKind,
     Shape,
     Traffic,
     Units,
@@ -165,7 +166,7 @@ class MoeSpec(LayerSpec):
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield residual and normed rows, routing, experts' inputs and pre-activations."""
         received = shape.received_rows(self.routing)
-        yield Saved("residual", shape.hidden_bytes)
+        yield Saved("residual", shape.hidden_bytes, kind=SavedKind.RESIDUAL)
         read = ["router.weight", *(["down.weight"] if self.latent is not None else [])]
         if self.shared is not None:
             read += ["shared.w_in"] if shape.tp == 1 else []
@@ -177,14 +178,18 @@ class MoeSpec(LayerSpec):
         # With ep or etp the copies are of received rows, which nothing else saves.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
         room = 0 if shape.room is None else received
-        part = Saved("experts.input", rows_in, dropped, module="experts", rows=room)
+        received_kind = SavedKind.RECEIVED
+        part = Saved(
+            "experts.input", rows_in, dropped, module="experts", rows=room, kind=received_kind
+        )
         beside = replace(part, needed_by=frozenset(("experts",)))
         yield replace(part, operand_of=("experts.w_in",), also_saved=beside)
-        yield Saved("experts.weights", received * STATISTIC, module="experts")
+        yield Saved("experts.weights", received * STATISTIC, module="experts", kind=received_kind)
         if self.latent is not None:
             size = shape.rows * inner * shape.width
             if dropped:
-                yield Saved("latent.rows", size, needed_by=dropped, module="moe")
+                rows = Saved("latent.rows", size, needed_by=dropped, module="moe")
+                yield replace(rows, kind=SavedKind.LATENT_ROWS)
             yield Saved("latent.combined", size, module="moe", operand_of=("up.weight",))
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:
@@ -201,8 +206,9 @@ class MoeSpec(LayerSpec):
             # Copies are sorted twice: before they are sent, and after they are received.
             places += received
             back += shape.rows * self.router.top_k
-        yield Saved("combine.tokens", back * INDEX, saved=not runs_once, module="moe")
-        yield Saved("dispatch.rows", places * INDEX, module="moe")
+        tokens = Saved("combine.tokens", back * INDEX, saved=not runs_once, module="moe")
+        yield replace(tokens, kind=received_kind)
+        yield Saved("dispatch.rows", places * INDEX, module="moe", kind=received_kind)
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
         """Yield scores, weights and choices of the router, and the inputs of its loss terms."""
@@ -244,7 +250,9 @@ class MoeSpec(LayerSpec):
             yield Saved("clones", size, saved=False, module="moe")
         local = router.experts // shape.ep + shape.clones
         part = Saved("offsets", local * 4, saved=shape.separate_exchanges, module="moe")
-        yield replace(part, operand_of=("experts.w_in", "experts.w_out"))
+        yield replace(
+            part, kind=SavedKind.EXPERT_ENDS, operand_of=("experts.w_in", "experts.w_out")
+        )
         if self.populations:
             yield from self._saved_balance(shape)
         if self.keeps_logits:

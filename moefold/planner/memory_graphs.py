@@ -11,16 +11,10 @@ from typing import NamedTuple
 from moefold.model.config import Block
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_saved import saved_tensors
-from moefold.spec.layer import INDEX, STATISTIC, Modules, Shape, as_layer_spec
+from moefold.spec.layer import INDEX, STATISTIC, Modules, SavedKind, Shape, as_layer_spec
 
 ROW_BYTES = 4 * INDEX + 1
 """Bytes per row of a micro-batch: its id, label, position and number, and whether it is valid."""
-SENT_TO_EXPERTS = frozenset(("residual", "ffn_norm.output"))
-"""Saved tensors of a block that are sent to the ranks of its experts."""
-RECEIVED_BY_EXPERTS = frozenset(
-    ("experts.input", "experts.weights", "combine.tokens", "dispatch.rows")
-)
-"""Saved tensors of a block that are received by the ranks of its experts."""
 
 
 class StaticBytes(NamedTuple):
@@ -46,11 +40,13 @@ def static_bytes(
     routing = spec.routing
     if routing is None or shape.ep * shape.etp == 1:
         return StaticBytes((forwards + 1) * losses, 0.0, True)
-    names = SENT_TO_EXPERTS | RECEIVED_BY_EXPERTS if fixed else SENT_TO_EXPERTS
+    sent = (SavedKind.RESIDUAL, SavedKind.NORM_OUTPUT)
     saved = sum(
         tensor.bytes
         for tensor in saved_tensors(block, shape)
-        if tensor.name in names and tensor.saved and tensor.is_saved_under(recompute)
+        if (tensor.sublayer == "ffn" and tensor.kind in sent)
+        or (fixed and tensor.kind is SavedKind.RECEIVED)
+        if tensor.saved and tensor.is_saved_under(recompute)
         if not (paged and tensor.rows)
     )
     copies = shape.rows * routing.top_k

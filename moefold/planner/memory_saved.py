@@ -32,6 +32,7 @@ from moefold.spec.layer import (
     LayerSpec,
     Modules,
     Saved,
+    SavedKind,
     Scan,
     Shape,
 )
@@ -106,7 +107,8 @@ def saved_tensors(
     widths = Widths(code, code if stack == "deepseek" else wide)
     saved = list[Saved]()
     for _, spec in sublayers(block):
-        saved.append(Saved("residual" if saved else "input", shape.hidden_bytes))
+        rows = Saved("input", shape.hidden_bytes, kind=SavedKind.BLOCK_INPUT)
+        saved.append(Saved("residual", shape.hidden_bytes) if saved else rows)
         saved += _megatron_sublayer(spec, shape, widths)
     return tuple(saved)
 
@@ -133,7 +135,7 @@ def deferred_operands(
     """
     operands = [tensor for tensor in coded_saved(block, shape) if tensor.operand_of]
     if recompute & SHARED_AGAIN:
-        codes = (tensor for tensor in operands if tensor.name.endswith(".codes"))
+        codes = (tensor for tensor in operands if tensor.kind is SavedKind.CODES)
         operands += [t for t in codes if t.module == "moe" and "moe.shared.w_in" in t.operand_of]
     repeated = _sharing_one_gradient(block, shape)[1:]
     for name, product in weight_products(block, shape):
@@ -142,7 +144,8 @@ def deferred_operands(
     for name, spec in sublayers(block):
         # With clones the experts' products run in I, and their sums are stored until W.
         if spec.routing is not None and shape.clones > 0:
-            operands = [t for t in operands if t.module != "experts" and t.name != "offsets"]
+            of_products = (t for t in operands if t.module != "experts")
+            operands = [t for t in of_products if t.kind is not SavedKind.EXPERT_ENDS]
             operands.append(_saved("experts.sums", local_expert_elements(spec, shape) * STATISTIC))
         vectors = shape.hidden * len(norm_names(block, name))
         for weight in spec.weights(shape.hidden):

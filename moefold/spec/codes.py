@@ -20,9 +20,9 @@ from moefold.spec.layer import (
     STATISTIC,
     LayerSpec,
     Module,
-    Modules,
     Rows,
     Saved,
+    SavedKind,
     Shape,
     Weight,
 )
@@ -185,20 +185,22 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     if record.scales_per_run and shape.ep * shape.etp > 1 and w_in in coded:
         yield Saved("experts.order", products[w_in].rows * INDEX, module="moe")
     # Inputs for recomputing gathered rows, which codes replace.
-    only_codes = (p for p in parts if coded.issuperset(p.operand_of) and p.also_saved is None)
-    unneeded = {p.name.replace(".gathered", "_norm.output") for p in only_codes if p.operand_of}
+    gathered = (p for p in parts if p.kind is SavedKind.GATHERED and p.also_saved is None)
+    only_codes = {p.sublayer for p in gathered if coded.issuperset(p.operand_of)}
     for part in parts:
         readers = [name for name in part.operand_of if name in coded]
-        if part.needed_by and part.name in unneeded:
+        is_unneeded = part.kind is SavedKind.NORM_OUTPUT and part.sublayer in only_codes
+        if part.needed_by and is_unneeded:
             part = replace(part, needed_by=part.needed_by - GATHER)
             if not part.needed_by:
                 continue
-        if part.needed_by and part.name == "latent.rows" and w_in in coded:
-            part = part if record.wgrad == "wide" else _CopiedRows(**vars(part))
-        if part.name == f"{part.module}.hidden":
+        if part.kind is SavedKind.LATENT_ROWS and w_in in coded and record.wgrad != "wide":
+            # Copies have codes: only experts that run again read these rows.
+            part = replace(part, only_beside=frozenset(("experts",)))
+        if part.result_of:
             yield _saved_hidden(part, block, products)
             continue
-        if readers and part.name == "offsets":  # ends of experts, not rows
+        if readers and part.kind is SavedKind.EXPERT_ENDS:  # no rows
             continue
         if not readers or record.wgrad == "wide":
             # Wide weight gradients also save the activation, which only forward quantises.
@@ -211,23 +213,14 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
         yield _saved_codes(part.name, readers, products[readers[0]], record)
 
 
-@dataclass(frozen=True)
-class _CopiedRows(Saved):
-    """Rows from which discarded copies are recomputed, saved only if experts are recomputed."""
-
-    def is_saved_under(self, recompute: Modules) -> bool:
-        """Return whether the rows are saved under a recompute policy."""
-        return "experts" in recompute and super().is_saved_under(recompute)
-
-
 def _saved_hidden(part: Saved, block: CodedBlock, products: Mapping[str, WeightProduct]) -> Saved:
     """Return a pre-activation as it is saved: wide, or as codes with scales."""
-    path = {"experts": "moe.experts.w_in", "shared": "moe.shared.w_in"}.get(part.module, "ffn.w_in")
     length = block.recipe.hidden_block
-    if not length or path not in block.coded_names:
+    if not length or part.result_of not in block.coded_names:
         return part
-    rows = products[path].rows
-    outputs = products[path].outputs
+    product = products[part.result_of]
+    rows = product.rows
+    outputs = product.outputs
     size = rows * (outputs + 2 * ceil(outputs / 2 / length) * SCALE["fp8_block"])
     return replace(part, bytes=round(size))
 
@@ -238,4 +231,5 @@ def _saved_codes(name: str, weights: list[str], product: WeightProduct, record: 
     path = weights[0].split(".")
     module = cast("Module", next((kind for kind in CHECKPOINTED if kind in path), path[0]))
     freed_by = frozenset((module,)) if module in CHECKPOINTED else NOTHING
-    return Saved(f"{name}.codes", size, freed_by, module=module, operand_of=tuple(weights))
+    codes = Saved(f"{name}.codes", size, freed_by, module=module, kind=SavedKind.CODES)
+    return replace(codes, operand_of=tuple(weights))

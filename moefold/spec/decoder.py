@@ -20,13 +20,17 @@ from moefold.spec.layer import (
     LayerSpec,
     RoutingSpec,
     Saved,
+    SavedKind,
     Shape,
+    Sublayer,
     Units,
     Weight,
     as_layer_spec,
     norm,
 )
 
+READ_BY_NORMS = (SavedKind.BLOCK_INPUT, SavedKind.RESIDUAL)
+"""Rows that the norm before a sublayer reads, or its products where it has none."""
 MAX_ELEMENTS = 2**45
 MAX_TOTAL_EXPERTS = 2**20
 """Bounds of the numbers of one weight, and of the experts of all layers."""
@@ -235,6 +239,19 @@ def norm_names(block: Block, sublayer: str) -> tuple[str, ...]:
     return tuple(compress(names, block.norm_positions(sublayer)))
 
 
+def _sublayer_saved(name: Sublayer, record: Record, shape: Shape) -> Iterator[Saved]:
+    """Yield what a sublayer states, with names of weights relative to the block."""
+    spec = as_layer_spec(record)
+    prefix = f"{spec.prefix or name}."
+    for part in spec.saved(shape):
+        operand_of = tuple(prefix + weight for weight in part.operand_of)
+        result_of = part.result_of and prefix + part.result_of
+        part = replace(part, sublayer=name, operand_of=operand_of, result_of=result_of)
+        if part.also_saved is not None:
+            part = replace(part, also_saved=replace(part.also_saved, sublayer=name))
+        yield part
+
+
 def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     """Yield what a block saves for backward: its input and what its sublayers state.
 
@@ -243,21 +260,21 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     """
     if block.multi_token is not None:  # schedules never split such a block
         shape = shape._replace(separate_exchanges=False)
-    parts: dict[str, list[Saved]] = {"attention": [Saved("input", shape.hidden_bytes)], "ffn": []}
-    for name, record in (("attention", block.attention), ("ffn", block.ffn)):
-        spec = as_layer_spec(record)
-        for part in spec.saved(shape):  # with names of weights relative to the block
-            names = tuple(f"{spec.prefix or name}.{weight}" for weight in part.operand_of)
-            parts[name].append(replace(part, operand_of=names) if names else part)
-    normed = ("attention_norm.output", "ffn_norm.output")
-    outputs = {part.name: part for part in chain(*parts.values()) if part.name in normed}
-    shared = block.shares_norm and outputs.get("ffn_norm.output")
+    start = Saved("input", shape.hidden_bytes, kind=SavedKind.BLOCK_INPUT, sublayer="attention")
+    parts = {
+        "attention": [start, *_sublayer_saved("attention", block.attention, shape)],
+        "ffn": list(_sublayer_saved("ffn", block.ffn, shape)),
+    }
+    outputs = {
+        part.sublayer: part for part in chain(*parts.values()) if part.kind is SavedKind.NORM_OUTPUT
+    }
+    shared = block.shares_norm and outputs.get("ffn")
     for name, (before, after) in ((name, block.norm_positions(name)) for name in parts):
-        output = outputs.get(f"{name}_norm.output")
+        output = outputs.get(name)
         for part in parts[name]:
-            if not before and part.name.startswith(f"{name}_norm."):
+            if not before and part.kind in (SavedKind.NORM_STATISTIC, SavedKind.NORM_OUTPUT):
                 continue
-            if shared and part.name == "residual":
+            if shared and part.kind is SavedKind.RESIDUAL:
                 continue
             if shared and part is output:
                 kinds = part.needed_by
@@ -267,7 +284,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
                 part = replace(
                     part, needed_by=kinds, operand_of=names, also_saved=shared.also_saved
                 )
-            elif not before and part.name in ("input", "residual") and output:
+            elif not before and part.kind in READ_BY_NORMS and output:
                 part = replace(part, operand_of=output.operand_of, also_saved=part)
             yield part
         if after:

@@ -9,6 +9,7 @@ T rows of a rank between sublayers, P rows of its tensor group, R rows after dis
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from math import gcd, lcm, prod
 from typing import ClassVar, Literal, NamedTuple, Self, cast
 
@@ -37,6 +38,7 @@ Module = Literal[
 """Kinds of module that can be recomputed or offloaded. ``block`` is a whole block, ``moe`` router
 to combine, ``moe_act`` the experts' activation; the others are those of ``layers.config.Kind``."""
 Modules = frozenset[Module]
+Sublayer = Literal["attention", "ffn"]
 Start = Literal["normal", "output", "zeros", "ones", "norm"] | float | Callable[[float], float]
 """Initial values of a parameter: ``normal``, with std ``init_std``; ``output``, with ``init_std *
 init_out_scale``, for weights that write to the residual (GPT-2); ``norm``, so that the decoder's
@@ -301,6 +303,31 @@ class RoutingSpec(NamedTuple):
     """Columns of ``experts_TK`` in a decision; 0 is ``top_k``."""
 
 
+class SavedKind(Enum):
+    """What a saved tensor is, where rules beyond its own layer treat it apart."""
+
+    BLOCK_INPUT = auto()
+    """Rows that a block reads, which recomputing whole blocks saves alone."""
+    RESIDUAL = auto()
+    """Rows between the sublayers of a block."""
+    NORM_STATISTIC = auto()
+    """Statistic of the norm before a sublayer."""
+    NORM_OUTPUT = auto()
+    """Output of the norm before a sublayer."""
+    GATHERED = auto()
+    """That output, gathered over tp."""
+    LATENT_ROWS = auto()
+    """Narrow rows of which experts read copies."""
+    EXPERT_ENDS = auto()
+    """Ends of each expert's rows in a buffer."""
+    RECEIVED = auto()
+    """Rows that an expert rank receives, with their weights and indices."""
+    CODES = auto()
+    """Codes of few bits, with scales, in place of rows."""
+    OTHER = auto()
+    """No rule beyond its layer's concerns it."""
+
+
 @dataclass(frozen=True)
 class Saved:
     """One tensor that lives from a layer's forward until its backward, or longer."""
@@ -324,11 +351,20 @@ class Saved:
     """Rows of an experts' buffer of fixed room, some of which may be unused; 0: all are used."""
     also_saved: "Saved | None" = None
     """What another consumer saves of it even if those gradients read codes in its place."""
+    kind: SavedKind = SavedKind.OTHER
+    sublayer: Sublayer | None = None
+    """Sublayer of the block that states it (``block_saved``)."""
+    result_of: str = ""
+    """Name, within the layer, of the weight whose product it is, if it is a pre-activation."""
+    only_beside: Modules = NOTHING
+    """Kinds that must all be recomputed too for it to be saved."""
 
     def is_saved_under(self, recompute: Modules) -> bool:
         """Return whether it is saved under a recompute policy."""
         if "block" in recompute:
-            return self.name == "input" or not self.saved
+            return self.kind is SavedKind.BLOCK_INPUT or not self.saved
+        if not self.only_beside <= recompute:
+            return False
         if self.needed_by and not self.needed_by & recompute:
             return False
         return not self.freed_by & recompute

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from moefold.spec.layer import (
     CORE,
@@ -15,6 +14,7 @@ from moefold.spec.layer import (
     Modules,
     Rows,
     Saved,
+    SavedKind,
     Shape,
     Traffic,
     Units,
@@ -28,11 +28,18 @@ def saved_norm(
     operand_of: tuple[str, ...],
     needed_by: Modules = NOTHING,
     also_needed_by: Modules = NOTHING,
+    inner: bool = False,
 ) -> Iterator[Saved]:
-    """Yield a norm's statistic, and its output, which weights or a recompute read."""
-    yield Saved(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
+    """Yield a norm's statistic, and its output, which weights or a recompute read.
+
+    ``inner``: a norm within the sublayer, rather than the one before it.
+    """
+    of_statistic = SavedKind.OTHER if inner else SavedKind.NORM_STATISTIC
+    of_output = SavedKind.OTHER if inner else SavedKind.NORM_OUTPUT
+    statistic = shape.rows * STATISTIC
+    yield Saved(f"{name}.statistic", statistic, module="norms", kind=of_statistic)
     size = shape.rows * width * shape.width
-    output = Saved(f"{name}.output", size, NORMS, needed_by, module="norms")
+    output = Saved(f"{name}.output", size, NORMS, needed_by, module="norms", kind=of_output)
     also_saved = replace(output, needed_by=also_needed_by) if also_needed_by else None
     yield output if needed_by else replace(output, operand_of=operand_of, also_saved=also_saved)
 
@@ -46,7 +53,8 @@ def saved_attention_rows(operand_of: tuple[str, ...], shape: Shape) -> Iterator[
     yield from saved_norm("attention_norm", shape.hidden, shape, operand_of, gather)
     if shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved("attention.gathered", size, GATHER, module="attention", operand_of=operand_of)
+        gathered = Saved("attention.gathered", size, GATHER, kind=SavedKind.GATHERED)
+        yield replace(gathered, module="attention", operand_of=operand_of)
 
 
 def saved_attention(core: Attention, shape: Shape, freed_by: Modules = NOTHING) -> Iterator[Saved]:
@@ -87,15 +95,17 @@ def saved_feed_forward(
     """
     freed_by: Modules = frozenset((module,))
     prefix = "" if module == "ffn" else f"{module}."
-    operand: Any = {"module": module, "operand_of": (f"{prefix}w_in",)}
+    w_in = f"{prefix}w_in"
     if rows is None and shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved(f"{module}.gathered", size, freed_by | GATHER, **operand)
+        gathered = Saved(f"{module}.gathered", size, freed_by | GATHER, kind=SavedKind.GATHERED)
+        yield replace(gathered, module=module, operand_of=(w_in,))
     size = (shape.piece if rows is None else rows) * features * shape.width
     room = 0 if rows is None or shape.room is None else rows
-    yield Saved(f"{module}.hidden", 2 * size, freed_by, module=module, rows=room)
-    operand["operand_of"] = (f"{prefix}w_out",)
-    yield Saved(f"{module}.activation", size, freed_by, **operand, from_forward=False)
+    hidden = Saved(f"{module}.hidden", 2 * size, freed_by, module=module, rows=room)
+    yield replace(hidden, result_of=w_in)
+    activation = Saved(f"{module}.activation", size, freed_by, module=module)
+    yield replace(activation, operand_of=(f"{prefix}w_out",), from_forward=False)
 
 
 def gated_traffic(

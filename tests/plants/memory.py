@@ -154,8 +154,8 @@ PLANTS = (
         "rows of latents are planned where they are sent",
         ROOMS,
         "moe/describe.py",
-        '            if dropped:\n                yield Saved("latent.rows"',
-        '            if True:\n                yield Saved("latent.rows"',
+        '            if dropped:\n                rows = Saved("latent.rows"',
+        '            if True:\n                rows = Saved("latent.rows"',
     ),
     Plant(
         "a page is free before its rows were read",

@@ -16,6 +16,7 @@ from moefold.spec.layer import (
     Modules,
     Operation,
     Saved,
+    SavedKind,
     Shape,
     Units,
     Weight,
@@ -95,7 +96,7 @@ class Dense(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield residual, normed and latent rows, and the pre-activation."""
-        yield Saved("residual", shape.hidden_bytes)
+        yield Saved("residual", shape.hidden_bytes, kind=SavedKind.RESIDUAL)
         # Under tp the product reads gathered rows; the norm's output is saved for recompute only.
         gathered: Modules = GATHER if shape.tp > 1 else NOTHING
         recomputed: Modules = frozenset(("ffn",))

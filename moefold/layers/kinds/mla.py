@@ -155,7 +155,7 @@ class Mla(LayerSpec):
         for name, rank in (("q", self.q_rank), ("kv", self.kv_rank)):
             if rank is not None:
                 up = (f"{name}_up.weight",)
-                yield from saved_norm(f"{name}_norm", rank, shape, up, only, UP)
+                yield from saved_norm(f"{name}_norm", rank, shape, up, only, UP, inner=True)
         if shape.tp > 1:
             gate = ("out_gate.weight",) if self.gate else ()
             read = list[tuple[int, tuple[str, ...]]]()
