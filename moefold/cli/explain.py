@@ -329,9 +329,9 @@ class LayoutReport:
         world = sizes.smallest_world if world is None else world
         fits = not folding_violations(sizes, world, layout.order)
         stages = None
-        if layout.stages is not None or count <= model.layers:
-            with suppress(ValueError):
-                stages = layout.stages_of(model.layers, model.multi_token)
+        with suppress(ValueError):
+            if layout.stated_stages is not None or count <= model.layers:
+                stages = layout.stages_of(run.decoder)
         if stages is not None and stages.broken_rules(count, model.moe_layers, model.multi_token):
             stages = None
         local = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]

@@ -12,7 +12,9 @@ AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 MAX_RANKS = 1_000_000
 PATTERN = rf"^\s*(({'|'.join(AXES)})[1-9][0-9]{{0,6}}(\s+|$))*$"
 
-STAGES = r"^[EtdxmL|()*0-9, ]+$"
+EVEN = "even"
+"""Stages with equally many layers, whatever else they have."""
+STAGES = rf"^({EVEN}|[EtdxmL|()*0-9, ]+)$"
 
 Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 """Orders of axes, from that of neighbouring ranks on; for experts tp is etp and dp is edp."""

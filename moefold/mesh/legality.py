@@ -6,7 +6,7 @@ The nearest values of one result are legal together.
 from collections.abc import Iterator
 
 from moefold.config.errors import Violation
-from moefold.mesh.config import ORDERS, Order, Sizes
+from moefold.mesh.config import EVEN, ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.mesh.shares import divisors
 from moefold.spec.decoder import ModelNeeds
@@ -29,8 +29,9 @@ def size_violations(
 ) -> list[Violation]:
     """Return all violations of requested sizes, each with the nearest legal value.
 
-    ``world`` is the number of ranks, if fixed; ``stages`` are balanced if not given.
+    ``world`` is the number of ranks, if fixed; ``stages`` are chosen if not given, or ``even``.
     """
+    stages = None if stages == EVEN else stages
     parsed = None
     parse_error = ""
     try:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from moefold.mesh.loads import leveled_split, lightest_split, rank_loads
+
 KINDS = {
     "E": "embedding",
     "t": "layer",
@@ -27,6 +29,9 @@ MAX_PARTS = 10_000
 MAX_MOVES = 64
 """Most layers moved one by one to correct a layout; beyond, it is balanced anew."""
 
+MIN_GAIN = 0.01
+"""Least relative gain, of the heaviest rank, for which the even split is left."""
+
 StageMapping = Literal["round", "v"]
 """How virtual stages map to ranks: always from first to last, or back and forth as a V."""
 
@@ -36,6 +41,17 @@ class StagePart(NamedTuple):
 
     kind: str
     index: int = 0
+
+
+class StageWeights(NamedTuple):
+    """Work of the parts of a model, in any one unit."""
+
+    layers: tuple[float, ...]
+    """Of each layer, without those of multi-token prediction."""
+    first: float = 0.0
+    """Of the embedding."""
+    last: float = 0.0
+    """Of the multi-token layers, head and loss, which are in the last stage."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,44 @@ class Stages:
             k = min(range(count), key=lambda k: (load[rank[k]], layers_of[k], k in last, k))
             layers_of[k] += 1
             load[rank[k]] += 1.0
-        letters = ["t" * number for number in layers_of]
+        return cls._of_counts(layers_of, multi_token)
+
+    @classmethod
+    def weighted(
+        cls,
+        pp: int,
+        vpp: int,
+        weights: StageWeights,
+        multi_token: int = 0,
+        mapping: StageMapping = "round",
+    ) -> "Stages":
+        """Distribute layers so that the rank with most work has least.
+
+        Without virtual stages that is the exact minimum; with them it is near. The even split is
+        kept where its heaviest rank has at most 1 % more.
+        """
+        layers, first, last = weights
+        even = cls.balanced(pp, vpp, len(layers), multi_token, mapping)
+        rank = [rank_of_stage(k, pp, mapping) for k in range(pp * vpp)]
+        if pp == 1 or not layers:
+            return even
+        if vpp == 1:
+            counts = lightest_split(layers, pp, first, last)
+        else:
+            mean = sum(layers) / len(layers) or 1.0
+            ends = first / mean, last / mean
+            near = cls.balanced(pp, vpp, len(layers), multi_token, mapping, ends)
+            counts = leveled_split(layers, near.layer_counts, rank, first, last)
+        heaviest = max(rank_loads(layers, counts, rank, first, last))
+        of_even = max(rank_loads(layers, even.layer_counts, rank, first, last))
+        if of_even <= heaviest * (1 + MIN_GAIN):
+            return even
+        return cls._of_counts(counts, multi_token)
+
+    @classmethod
+    def _of_counts(cls, counts: Sequence[int], multi_token: int) -> "Stages":
+        """Return stages of so many layers, with multi-token layers beside the loss."""
+        letters = ["t" * number for number in counts]
         letters[0] = "E" + letters[0]
         letters[-1] += "m" * multi_token + "L"
         return cls(tuple(letters))
@@ -127,9 +180,14 @@ class Stages:
         return "".join(texts) + _compress(self.letters[-1])
 
     @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Number of layers of each stage, without multi-token prediction layers."""
+        return tuple(_count_layers(stage) for stage in self.letters)
+
+    @property
     def layers(self) -> int:
         """Number of layers, without multi-token prediction layers."""
-        return sum(_count_layers(stage) for stage in self.letters)
+        return sum(self.layer_counts)
 
     def parts(self) -> tuple[tuple[StagePart, ...], ...]:
         """Return the parts of each stage, in model order."""

@@ -112,7 +112,7 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     sizes = world.folding.sizes
     depth = len(model.record.multi_token)
     table = layout.table(2 * sizes.pp)
-    stages = layout.stages_of(model.record.layers, depth)
+    stages = layout.stages_of(model.record)
     stage_parts = stages.parts()
     stage_numbers = [table.stage_of(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
     chunks = tuple(Chunk.of(stage_parts[stage], model.record.layers) for stage in stage_numbers)

@@ -22,10 +22,11 @@ from moefold.layers.config import (
     Ring,
     Selective,
 )
-from moefold.mesh.config import MAX_RANKS, ORDERS, Order, Sizes, SizesText, StagesText
+from moefold.mesh.config import EVEN, MAX_RANKS, ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import size_violations
 from moefold.mesh.pipeline import Stages
 from moefold.mesh.shares import divisors
+from moefold.model.config import Decoder
 from moefold.moe.dispatch.config import (
     DISPATCH,
     AllToAll,
@@ -38,6 +39,7 @@ from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, b
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
 from moefold.spec.layer import Modules, recomputed_modules
+from moefold.spec.stages import default_stages
 
 MAX_VIRTUAL = 10_000
 ONE_F_ONE_B = OneFOneB()
@@ -90,7 +92,8 @@ class Layout(Record):
     for etp, dp for edp."""
     stages: StagesText | None = None
     """Content of each pipeline stage, such as ``Et*3|(tt|)*29m|L``: ``E`` is the embedding, ``t`` a
-    layer, ``m`` a multi-token layer, ``L`` head and loss. None is balanced."""
+    layer, ``m`` a multi-token layer, ``L`` head and loss. ``even``: equally many layers in each.
+    None: the rank with most FLOPs has least, counting head, loss and multi-token layers."""
     schedule: Annotated[Record, SCHEDULE] | None = None
     """Pipeline schedule; None is 1f1b, or interleaved with virtual stages."""
     context: Annotated[Record, CONTEXT] = Ring()
@@ -285,13 +288,22 @@ class Layout(Record):
         sizes = self.split
         return build_table(self.resolved_schedule, sizes.pp, sizes.vpp, micro_batches)
 
-    def stages_of(self, layers: int, multi_token: int = 0) -> Stages:
-        """Return the stages of a model with so many ordinary and multi-token layers."""
-        if self.stages is not None:
-            return Stages.parse(self.stages)
+    @property
+    def stated_stages(self) -> Stages | None:
+        """The stages that the layout lists, if it does."""
+        return None if self.stages in (None, EVEN) else Stages.parse(self.stages)
+
+    def stages_of(self, decoder: Decoder) -> Stages:
+        """Return the stages of a model: those stated, or else chosen by its layers."""
+        stated = self.stated_stages
+        if stated is not None:
+            return stated
         sizes = self.split
         mapping = self.resolved_schedule.stage_mapping
-        return Stages.balanced(sizes.pp, sizes.vpp, layers, multi_token, mapping)
+        if self.stages == EVEN:
+            ahead = len(decoder.multi_token)
+            return Stages.balanced(sizes.pp, sizes.vpp, decoder.layers, ahead, mapping)
+        return default_stages(decoder, sizes.pp, sizes.vpp, mapping)
 
     @property
     def recomputed(self) -> Modules:

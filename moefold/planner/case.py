@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from moefold.config.errors import RunError
 from moefold.layers.config import Context, Offload, Ring
-from moefold.mesh.config import Sizes
+from moefold.mesh.config import EVEN, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
 from moefold.model.config import Block, Decoder
@@ -31,6 +31,7 @@ from moefold.schedule.table import Table
 from moefold.spec.codes import coded_blocks
 from moefold.spec.decoder import model_needs
 from moefold.spec.layer import Modules
+from moefold.spec.stages import default_stages
 
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 """Number format of matrix products; with all but ``fp32`` other operations are in bfloat16."""
@@ -234,11 +235,14 @@ class Case:
     @cached_property
     def stages(self) -> Stages:
         """Contents of the pipeline's stages."""
-        if self.layout.stages is not None:
-            return parse_stages(self.layout.stages)
-        layers = layer_counts(self.decoder)
+        stated = self.layout.stages
+        shape = self.sizes.pp, self.sizes.vpp
         mapping = self.schedule.stage_mapping
-        return balanced_stages(self.sizes.pp, self.sizes.vpp, *layers, mapping)
+        if stated is None:
+            return weighted_stages(self.decoder, *shape, mapping)
+        if stated == EVEN:
+            return balanced_stages(*shape, *layer_counts(self.decoder), mapping)
+        return parse_stages(stated)
 
     @property
     def context(self) -> Context:
@@ -330,6 +334,7 @@ class Case:
 schedule_table = memoize(512)(build_table)
 """A schedule's table, cached."""
 balanced_stages = lru_cache(maxsize=4096)(Stages.balanced)
+weighted_stages = memoize(4096)(default_stages)
 parse_stages = lru_cache(maxsize=4096)(Stages.parse)
 
 

@@ -54,7 +54,8 @@ class SizeRequirements:
         """Return the joint requirements of several layouts."""
         sizes = [layout.split for layout in layouts]
         axes = {a: math.lcm(*(getattr(s, a) for s in sizes)) for a in ("tp", "cp", "ep", "etp")}
-        named = [layout.stages_of(0).layers for layout in layouts if layout.stages is not None]
+        stated = [layout.stated_stages for layout in layouts]
+        named = [stages.layers for stages in stated if stages is not None]
         stages = max(size.pp * size.vpp for size in sizes)
         return cls(Sizes(**axes), stages, max(named, default=None))
 

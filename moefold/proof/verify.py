@@ -138,9 +138,8 @@ def cases_of(
 def _layout(run: Run, sizes: str) -> Layout:
     """Return the run's layout with other sizes; explicit stages are dropped if they do not fit."""
     layout = run.layout.model_copy(update={"sizes": sizes})
-    if layout.stages is not None and layout.split.pp * layout.split.vpp != len(
-        layout.stages_of(0).letters
-    ):
+    stages = layout.stated_stages
+    if stages is not None and layout.split.pp * layout.split.vpp != len(stages.letters):
         layout = layout.model_copy(update={"stages": None})
     return layout
 

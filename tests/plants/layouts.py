@@ -10,7 +10,30 @@ UNEVEN = "tests/cpu/test_kernels_uneven.py::"
 EVERY_WEIGHT = BUGS + "test_every_weight_counts_once_in_the_norm"
 LOSS_OVER = BUGS + "test_a_loss_over_a_shared_vocabulary_is_that_of_the_whole"
 
+STAGES = "tests/pure/test_spec_stages.py::"
+
 PLANTS = (
+    Plant(
+        "the last stage weighs nothing for head and loss",
+        STAGES + "test_weights_are_the_counted_products",
+        "spec/stages.py",
+        "last=ahead + head",
+        "last=ahead",
+    ),
+    Plant(
+        "whether layers fit is asked without the weight of the last stage",
+        STAGES + "test_the_lightest_split_is_exact",
+        "mesh/loads.py",
+        "else 0.0) + last <= most",
+        "else 0.0) <= most",
+    ),
+    Plant(
+        "a plan splits layers evenly where training weighs them",
+        STAGES + "test_deepseek_v3_is_as_fast_as_by_hand",
+        "planner/case.py",
+        "return weighted_stages(self.decoder, *shape, mapping)",
+        "return balanced_stages(*shape, *layer_counts(self.decoder), mapping)",
+    ),
     Plant(
         "copies enter the norm as often as there are",
         EVERY_WEIGHT,

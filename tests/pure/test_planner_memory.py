@@ -12,7 +12,7 @@ from memory_ablation import savings
 from moefold.layers.config import Offload, OffloadToHost
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
-from moefold.mesh.config import Sizes
+from moefold.mesh.config import EVEN, Sizes
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, NumberFormats, Software
@@ -65,7 +65,7 @@ def layout(entry: dict[str, Any]) -> Case:
         64 * entry["world"],
         entry["mbs"],
         parse_cluster(f"h100x{entry['world']}"),
-        laid(sizes=Sizes(**axes, vpp=vpp), zero=int(entry["dist_opt"])),
+        laid(sizes=Sizes(**axes, vpp=vpp), zero=int(entry["dist_opt"]), stages=EVEN),
         1.0,
         software=MEGATRON,
     )

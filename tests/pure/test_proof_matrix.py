@@ -119,7 +119,7 @@ def test_expert_parallelism_folds_over_every_axis_of_attention(
 def test_pipelines_are_even_uneven_empty_and_virtual(cases: tuple[ProofCase, ...]) -> None:
     for kind in SCHEDULE.kinds:
         mine = [case for case in cases if getattr(case.layout.schedule, "kind", None) == kind]
-        stages = [case.layout.stages_of(len(case.subject.decoder.blocks)) for case in mine]
+        stages = [case.layout.stages_of(case.subject.decoder) for case in mine]
         assert any(not letters for s in stages for letters in s.letters), kind
         counts = [[sum(letter in "tdx" for letter in k) for k in s.letters] for s in stages]
         assert any(max(c) - min(c) > 1 for c in counts), kind
