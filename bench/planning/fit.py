@@ -29,6 +29,10 @@ SOURCED: dict[str, tuple[float, str]] = {
     "hopper.link_fused": (0.9, TABLE7),
     "hopper.link_deepep": (0.9, "DeepEP's README: 153-158 of 160 GB/s on H800, links alone"),
     "B200.link_deepep": (0.8, "DeepEP's README: 726 of 900 GB/s among eight of this generation"),
+    "cdna.gemm": (
+        0.542,
+        "AMD's max-achievable 708 of 1,307 TFLOP/s in bf16 on MI300X (ROCm blogs; TraceLens)",
+    ),
 } | {
     f"{family}.{name}": value
     for family in ("blackwell", "blackwell_ultra")

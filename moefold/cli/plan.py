@@ -18,6 +18,7 @@ from moefold.cli._common import add_json, add_layout, add_run, overrides_of, pla
 from moefold.files import try_output, write_text
 from moefold.layers.config import MAX_SIZE
 from moefold.planner.goodput import DAY, Price
+from moefold.planner.hardware import StatedLinks, parse_cluster
 from moefold.planner.page import plan_json, render_page
 from moefold.planner.plan import GB, Plan, PlannedLayout, require_positive
 from moefold.planner.plan import plan as planned
@@ -35,8 +36,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     kinds = "run file, recipe, Hugging Face folder, or published model"
     add_run(parser, "train.micro_batch=2", kinds)
-    text = "device and number, such as h100x256; or cpu or a .json file (see `moefold bench`)"
+    text = "device and number, such as h100x256; or cpu or a .json file (docs/plan.md)"
     parser.add_argument("--cluster", metavar="NAME", required=True, help=text)
+    text = "links inside a node: switch, mesh or pcie, GB/s, or pcie:20 (default: as sold)"
+    parser.add_argument("--links", metavar="KIND", help=text)
+    text = "devices that these links connect (default: as sold; 8 with PCIe)"
+    parser.add_argument("--node", metavar="N", type=int, help=text)
+    text = "network of each device beyond its node, GB/s in one direction (default: as sold)"
+    parser.add_argument("--network-gb", metavar="X", type=float, help=text)
     text = "sequences per step over all devices (default: the run's; a published model has none)"
     parser.add_argument("--batch", metavar="N", type=int, help=text)
     add_layout(parser)
@@ -62,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
     require_positive(MAX_SIZE, **{f"--{name}": given[name] for name in ("batch", "seq")})
     if args.html:
         try_output(Path(args.html))  # before a search
+    links = StatedLinks.parse(args.links, args.node, args.network_gb)
     plan = planned(
         args.source,
-        args.cluster,
+        parse_cluster(args.cluster, links),
         batch=args.batch,
         seq=args.seq,
         load=args.load,
@@ -154,8 +162,8 @@ def _task_part(plan: Plan) -> Iterator[Text]:
     )
     stack = f"{task.software.stack} {task.software.release}".strip()
     inputs = (
-        f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes usable), "
-        f"{task.cluster.domain} connected by fast links",
+        f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes usable)",
+        task.cluster.connections,
         f"expert load {task.load:g} (fullest rank over the mean)",
         f"software {stack}, CUDA graphs {plan.graphs}",
     )

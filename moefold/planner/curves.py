@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from moefold.planner.hardware import GRACE_DEVICES
+from moefold.planner.hardware import Device, catalogue
 
 FAMILIES = {
     "H100": "hopper",
@@ -22,6 +22,11 @@ FAMILIES = {
     "GB200": "blackwell",
     "B300": "blackwell_ultra",
     "GB300": "blackwell_ultra",
+    "GH200": "hopper",
+    "RTX5090": "blackwell",
+    "MI300X": "cdna",
+    "MI325X": "cdna",
+    "MI355X": "cdna",
 }
 """Family of each device; the devices of a family have common curves."""
 FALLBACK = "hopper"
@@ -100,18 +105,27 @@ class Constants:
         """Store values by name, and the relative spread of predictions made with them."""
         self.values = dict(values)
         self.spread = dict(spread)
-        self._cache: dict[tuple[str, str, str, MeasuredRates], Rates] = {}
+        self._cache: dict[tuple[str, str, str, MeasuredRates, str, str], Rates] = {}
 
-    def rates(self, device: str, stack: str, release: str, measured: MeasuredRates = ()) -> Rates:
+    def rates(
+        self,
+        device: str,
+        stack: str,
+        release: str,
+        measured: MeasuredRates = (),
+        described: Device | None = None,
+    ) -> Rates:
         """Return the constants for a device and a stack's release.
 
         Args:
             measured: constants measured on the device itself, which take precedence.
+            described: the device, if the catalogue may not have it.
         """
-        key = (device, stack, release, measured)
+        known = described or catalogue().get(device)
+        host = known.host if known else "x86"
+        family = (known.curves if known else "") or FAMILIES.get(device, FALLBACK)
+        key = (device, stack, release, measured, host, family)
         if key not in self._cache:
-            family = FAMILIES.get(device, FALLBACK)
-            host = "grace" if device in GRACE_DEVICES else "x86"
             software = f"{stack} {self.nearest_release(stack, release)}".strip()
             scopes = (software, stack, device, family, host, "common", FALLBACK)
             constants = {field.name: self._lookup(field.name, scopes) for field in fields(Rates)}
@@ -140,6 +154,10 @@ class Constants:
         earlier = [known for known in numbered if not release or known <= release]
         return earlier[-1] if earlier else numbered[0]
 
+    def has_measured(self, device: str) -> bool:
+        """Return whether runs on a device of this name were measured."""
+        return f"{device}.measured" in self.values
+
     def _lookup(self, name: str, scopes: tuple[str, ...]) -> float:
         for scope in scopes:
             value = self.values.get(f"{scope}.{name}")
@@ -154,7 +172,7 @@ class Constants:
         measured, and widest where neither was.
         """
         software = f"{stack} {release}".strip()
-        device_measured = bool(measured) or f"{device}.measured" in self.values
+        device_measured = bool(measured) or self.has_measured(device)
         num_measured = device_measured + (f"{software}.device" in self.values)
         return self.spread[("none", "one", "measured")[num_measured]]
 
@@ -166,6 +184,18 @@ def constants() -> Constants:
     stored = json.loads(text)
     values = {name: entry[0] for name, entry in stored["constants"].items()}
     return Constants(values, stored["spread"])
+
+
+def device_note(device: Device) -> str:
+    """Return whose curves a device is planned with, where it was not measured; otherwise empty."""
+    if device.cpu or device.rates or constants().has_measured(device.name):
+        return ""
+    family = device.curves or FAMILIES.get(device.name, FALLBACK)
+    shares = "AMD's largest products and otherwise Hopper" if family == "cdna" else family.title()
+    return (
+        f"{device.name}: rates, memory and links are from the data sheet, not measured; the shares "
+        f"of them that kernels reach are those of {shares.replace('_', ' ')}"
+    )
 
 
 def product_seconds(product: Product, rates: Rates, peak: float, narrow: bool) -> float:

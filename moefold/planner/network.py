@@ -75,7 +75,7 @@ def ring_seconds(moved: float, group: GroupReach, cluster: Cluster, rates: Rates
     device = cluster.device
     inside = group.ranks_per_domain
     domains = group.domains
-    links = moved * (inside - 1) / inside / (device.link_bandwidth * RING_EFFICIENCY)
+    links = moved * (inside - 1) / inside / (cluster.link_rate(inside) * RING_EFFICIENCY)
     if domains == 1:
         return links + LINK_LATENCY
     nic = moved * (domains - 1) / domains / inside
@@ -143,7 +143,8 @@ def exchange_seconds(
     volume = rows.rows * rows.bytes * load
     copies = expected_distinct(ranks, rows.top_k) if deduplicates else rows.top_k
     inside = 1.0 if deduplicates else group.ranks_per_domain / ranks
-    seconds = volume * copies * (ranks - 1) / ranks * inside / (device.link_bandwidth * efficiency)
+    link_rate = cluster.link_rate(group.ranks_per_domain)
+    seconds = volume * copies * (ranks - 1) / ranks * inside / (link_rate * efficiency)
     if (domains := group.domains) == 1:
         return seconds + LINK_LATENCY
     if deduplicates and dispatcher != "alltoall_once":

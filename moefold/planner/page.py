@@ -47,6 +47,9 @@ def plan_json(plan: Plan, tokens: float) -> dict[str, Any]:
             "memory_gb": device.memory_bytes / GB,
             "domain": cluster.domain,
             "per_node": cluster.per_node,
+            "connections": cluster.connections,
+            "link_gb_s": device.link_bandwidth / GB,
+            "network_gb_s": device.nic_bandwidth / GB,
         },
         "inputs": {
             "batch": task.batch,

@@ -19,7 +19,7 @@ from moefold.mesh.pipeline import Stages
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case, Recipe
 from moefold.planner.goodput import Faults, Goodput, Price, RunCost, goodput, run_cost
-from moefold.planner.hardware import Cluster, parse_cluster, with_memory
+from moefold.planner.hardware import Cluster, parse_cluster, require_recipe, with_memory
 from moefold.planner.layouts import OptimizerOnHost, make_recompute, unsupported
 from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
 from moefold.planner.published import find_model, published_entries, published_model
@@ -297,6 +297,7 @@ def plan(
     if memory_gb is not None:
         cluster = replace(cluster, device=with_memory(cluster.device, round(memory_gb * GB)))
     task, layout, loaded = _resolve_task(run, cluster, batch, seq, load, overrides)
+    require_recipe(cluster.device, task.number_formats.recipe)
     given, given_problem = _given_layout(task, layout)
     search = Search(task)
     space = full_space(task)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
+from typing import cast
 
 from moefold.mesh.pipeline import LAYERS, Stages
 from moefold.mesh.shares import divisors
@@ -76,10 +77,13 @@ class SearchSpace:
 
 def full_space(task: TrainingTask) -> SearchSpace:
     """Return the space of all that can be planned for a task on its device."""
+    trainable = trainable_space(task)
+    # Other packages' dispatchers need links between devices, of which PCIe has none.
+    by_links = task.cluster.device.links != "pcie"
     space = replace(
-        trainable_space(task),
+        trainable,
         recipes=candidate_recipes(task.cluster.device, task.number_formats.recipe),
-        dispatchers=DISPATCHERS,
+        dispatchers=DISPATCHERS if by_links else trainable.dispatchers,
         separate_multi_token=True,
     )
     if not task.cluster.device.host_bandwidth:
@@ -106,8 +110,8 @@ def candidate_recipes(device: Device, own: Recipe) -> tuple[Recipe, ...]:
     recipes = list[Recipe]((own,))
     if "bf16" in formats:
         recipes.append("bf16")
-    if "fp4" in formats:
-        recipes += ("mxfp8", "nvfp4")
+    if device.block_scales:
+        recipes += cast("tuple[Recipe, ...]", device.block_scales)
     elif "fp8" in formats:
         recipes += ("fp8_block", "fp8_tensor")
     return tuple(dict.fromkeys(recipes))

@@ -28,6 +28,7 @@ from moefold.planner.case import (
     layer_counts,
     load_with_clones,
 )
+from moefold.planner.curves import device_note
 from moefold.planner.hardware import Cluster
 from moefold.planner.layouts import (
     dispatch_kind,
@@ -128,8 +129,9 @@ class TrainingTask:
     def assumptions(self) -> tuple[str, ...]:
         """Assumptions behind the figures, and what was not measured."""
         device = self.cluster.device
+        notes = (*self.notes, *filter(None, [device_note(device)]))
         unmeasured = self.software.stack == "moefold" and not device.cpu
-        return (*self.notes, UNMEASURED_NOTE) if unmeasured else self.notes
+        return (*notes, UNMEASURED_NOTE) if unmeasured else notes
 
 
 # Cases with equal parts share one object, by which caches find their entries sooner.

@@ -170,8 +170,8 @@ def context_seconds(
     if ranks == 1:
         return exchanged, exchanged
     group = strided_reach(cluster, ranks, shape.tp * heads)
-    device = cluster.device
-    rate = device.link_bandwidth if group.domains == 1 else device.nic_bandwidth
+    # A ring sends to one neighbour.
+    rate = cluster.link_rate(2) if group.domains == 1 else cluster.device.nic_bandwidth
     ring = keys * (ranks - 1) / (rate * rates.nic)
     forward = max(ring / ranks, ring - attention[0])
     return exchanged + forward, exchanged + max(2 * ring / ranks, 2 * ring - attention[1])

@@ -223,7 +223,7 @@ def build_setting(
     fused = software.cuda_graphs == "full" and stack != "moefold"
     key = device.name, stack, software.release[:5], dict(device.rates).get(recipe, ())
     return _setting(
-        cluster, given.rates(*key), given.uncertainty(*key), recipe, narrowed,
+        cluster, given.rates(*key, device), given.uncertainty(*key), recipe, narrowed,
         software.cuda_graphs, software.host_speed, given.values["common.fused"] if fused else 1.0,
         software.overlaps.tp, software.loss_chunk if stack == "moefold" else None, stack,
     )  # fmt: skip

@@ -70,9 +70,9 @@ def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path
     assert (found.name, found.peak("bf16"), found.memory_bandwidth) == ("H200", 4e11, 2e10)
     assert found.peak("fp8") == sold.peak("fp8") and found.nic_bandwidth == sold.nic_bandwidth
     assert dict(dict(found.rates)["bf16"]) == RATES
-    replace(MACHINE, name="NVIDIA L40S", gpu=True).write(file)
+    replace(MACHINE, name="NVIDIA T4", gpu=True).write(file)
     other = parse_cluster(str(file)).device
-    assert (other.name, software_overheads(other)) == ("NVIDIA L40S", GPU_OVERHEADS), (
+    assert (other.name, software_overheads(other)) == ("NVIDIA T4", GPU_OVERHEADS), (
         "no CPU, though without links"
     )
     with pytest.raises(ValueError, match="no link rate is known"):
