@@ -97,7 +97,7 @@ def experts_gradient(job: Trainer, steps: int = 2) -> dict[str, Tensor]:
     """Return the experts' gradients of the next steps, summed in fp64, at the weights there are."""
     found: dict[str, Tensor] = {}
     for number in range(steps):
-        job.model.recipe.seed, job.model.recipe.step = job.run.seed, number
+        job.model.precision_policy.seed, job.model.precision_policy.step = job.run.seed, number
         batches = job.loader.load_step(job.step_number + number)
         gradients(job.state, batches, job.run.train.loss_chunk)
         for held in job.state.gradients():

@@ -43,7 +43,7 @@ class Flow:
 
     Args:
         rows: this rank's rows of the micro-batch.
-        recipe: number formats; turns weights into operands.
+        precision_policy: number formats; turns weights into operands.
         sink: receives weight gradients.
         saved_tensors: policy for tensors saved for backward.
         decisions: routing decisions of this micro-batch; a recomputed layer replays them.
@@ -61,7 +61,7 @@ class Flow:
     """
 
     rows: MicroBatch
-    recipe: PrecisionPolicy
+    precision_policy: PrecisionPolicy
     sink: GradientSink = AUTOGRAD_SINK
     saved_tensors: SavedTensors = field(default_factory=SavedTensors)
     decisions: RoutingDecisions = field(default_factory=RoutingDecisions)
@@ -172,7 +172,7 @@ class Flow:
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return a parameter, which may be a sharded handle, as operand in the compute dtype."""
-        operand = self.recipe.operand(weight, dtype)
+        operand = self.precision_policy.operand(weight, dtype)
         self.saved_tensors.keep_on_device(*operand.tensors)
         return operand
 
@@ -189,7 +189,7 @@ class Flow:
             group = world.group("_".join(axes)) if axes else SELF_GROUP
             return max_(amax, group, label if role == "gradient" else None)
 
-        operand = self.recipe.narrow_operand(weight, narrow, largest, groups)
+        operand = self.precision_policy.narrow_operand(weight, narrow, largest, groups)
         return operand._replace(cache=self.saved_tensors.cached)
 
     @cached_property
@@ -206,7 +206,9 @@ class Flow:
         """Return the rows' rotary angles, computed once per pass for each ``rope`` and ``dim``."""
         key = (rope, dim)
         if key not in self._angles:
-            self._angles[key] = Angles.of(self.rows.positions_T, rope, dim, self.recipe.dtype)
+            self._angles[key] = Angles.of(
+                self.rows.positions_T, rope, dim, self.precision_policy.dtype
+            )
         angles = self._angles[key]
         self.saved_tensors.keep_on_device(*angles)
         return angles

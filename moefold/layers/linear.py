@@ -60,7 +60,7 @@ class Adaptable(WeightProducts):
 
         ``row_id_N``: ids of the product's rows, for dropout; by default those of the flow.
         """
-        operand = adapted_operand(self, name, flow.recipe, dtype, flow, row_id_N)
+        operand = adapted_operand(self, name, flow.precision_policy, dtype, flow, row_id_N)
         flow.saved_tensors.keep_on_device(*operand.tensors)
         return operand
 
@@ -68,7 +68,7 @@ class Adaptable(WeightProducts):
 def adapted_operand(
     owner: Adaptable,
     name: str,
-    recipe: PrecisionPolicy,
+    policy: PrecisionPolicy,
     dtype: torch.dtype | None = None,
     flow: Flow | None = None,
     row_id_N: Tensor | None = None,
@@ -77,17 +77,17 @@ def adapted_operand(
 
     The adapter has dropout only if a ``flow`` is given and in training.
     """
-    weight = recipe.operand(owner.get_parameter(name), dtype)
+    weight = policy.operand(owner.get_parameter(name), dtype)
     record = owner.adapters.get(name)
-    if record is None or not recipe.adapts:
+    if record is None or not policy.adapts:
         return weight
-    a, b = (recipe.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
+    a, b = (policy.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
     drop = None
     position = owner.dropout_positions.get(name)
     if position is not None and flow is not None and flow.training:
         row_id_N = flow.row_id_T if row_id_N is None else row_id_N
-        key = recipe.seed, position.number
-        drop = Dropout(record.dropout, key, recipe.step, position.columns, row_id_N)
+        key = policy.seed, position.number
+        drop = Dropout(record.dropout, key, policy.step, position.columns, row_id_N)
     return replace(weight, low_rank=AdapterOperand(a, b, record.scale, drop))
 
 
@@ -165,7 +165,7 @@ class Embedding(nn.Module):
         rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
         if is_local_T is not None:  # one rank holds the row of an id; the others add zeros
             rows = flow.scatter(torch.where(is_local_T[:, None], rows, 0))
-        return rows.to(flow.recipe.dtype)
+        return rows.to(flow.precision_policy.dtype)
 
 
 def local_vocab_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

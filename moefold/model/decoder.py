@@ -73,7 +73,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.record = record
-        self.recipe = PrecisionPolicy(precision)
+        self.precision_policy = PrecisionPolicy(precision)
         with torch.device(device or torch.get_default_device()):
             self.embed: Embedding | None = Embedding(record.vocab, record.hidden)
             self.layers = nn.ModuleDict()
@@ -83,8 +83,8 @@ class DecoderModel(nn.Module):
             norm = NORMS[record.norm]
             self.norm: RmsNorm | None = norm(record.hidden, record.norm_epsilon)
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
-        self.to(self.recipe.master_dtype)
-        prepare_tuning(self, record, self.recipe.dtype)
+        self.to(self.precision_policy.master_dtype)
+        prepare_tuning(self, record, self.precision_policy.dtype)
         quantise_products(self, record)
 
     @property
@@ -190,10 +190,11 @@ class DecoderModel(nn.Module):
     def head_operand(self, flow: Flow | None = None) -> Operand:
         """Return the head's weight as an operand, its adapter with dropout if ``flow`` trains."""
         if self.head is not None:
-            operand = adapted_operand(self.head, "weight", self.recipe, flow=flow)
+            operand = adapted_operand(self.head, "weight", self.precision_policy, flow=flow)
             return replace(operand, first_row=self.head.first_row)
         assert self.embed is not None, "the tied embedding is not on this rank"
-        return replace(self.recipe.operand(self.embed.weight), first_row=self.embed.first_row)
+        operand = self.precision_policy.operand(self.embed.weight)
+        return replace(operand, first_row=self.embed.first_row)
 
     def sum_router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the mean of each term over layers, and the weighted sum to add to the loss."""
@@ -212,7 +213,7 @@ class DecoderModel(nn.Module):
 
     def logits(self, ids_BS: Tensor) -> Tensor:
         """Return next-token logits [B, S, V] for token ids [B, S]."""
-        x_TD, _ = self(Flow(from_ids(ids_BS), self.recipe, training=False))
+        x_TD, _ = self(Flow(from_ids(ids_BS), self.precision_policy, training=False))
         return linear(x_TD, self.head_operand()).unflatten(0, ids_BS.shape)
 
     def next_logits(
@@ -225,7 +226,9 @@ class DecoderModel(nn.Module):
         """
         rows = pack(texts) if cache is None else cache.next_rows(texts)
         rows = rows.to(self.head_weight.device)
-        x_TD, _ = self(Flow(rows, self.recipe, training=False, cache=cache, dropless=True))
+        x_TD, _ = self(
+            Flow(rows, self.precision_policy, training=False, cache=cache, dropless=True)
+        )
         return linear(rows.gather_last(x_TD), self.head_operand())
 
     def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:
@@ -245,7 +248,7 @@ class DecoderModel(nn.Module):
         self.start_step()
         records = self.record.multi_token
         ahead = tuple((rows.shift(depth), None) for depth in range(1, len(records) + 1))
-        flow = Flow(rows, self.recipe, shifted_rows=ahead)
+        flow = Flow(rows, self.precision_policy, shifted_rows=ahead)
         x_TD, terms = self.run(flow, self.start(flow), self.main_blocks)
         normed_TD = self.finish(flow, x_TD)
         outputs, further_terms = self.run_multi_token(flow, x_TD, normed_TD)

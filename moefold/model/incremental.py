@@ -60,7 +60,7 @@ class IncrementalDecoder:
         if cache is None or self._steps is None:
             return model.next_logits(texts, cache)
         rows = cache.next_rows(texts).to(model.head_weight.device)
-        flow = Flow(rows, model.recipe, training=False, cache=cache, dropless=True)
+        flow = Flow(rows, model.precision_policy, training=False, cache=cache, dropless=True)
         if not cache.incremental:
             return linear(rows.gather_last(model(flow)[0]), model.head_operand())
         x_PD = model.start(flow)
@@ -75,7 +75,7 @@ def build_steps(model: DecoderModel) -> list[Step] | None:
     record = model.record
     small = sum(p.numel() for p in params) <= MAX_PARAMETERS
     plain = record.quantise is None and not any(p.adapters for p in (record, *record.blocks))
-    native = all(p.device.type == "cpu" and p.dtype == model.recipe.dtype for p in params)
+    native = all(p.device.type == "cpu" and p.dtype == model.precision_policy.dtype for p in params)
     if not (small and plain and native):
         return None
     blocks = zip(map(model.layers.__getitem__, model.main_blocks), record.blocks, strict=False)

@@ -15,8 +15,8 @@ SKEW = 4
 
 def uniform(flow: Flow, columns: int, layer: int, purpose: int, like: Tensor) -> Tensor:
     """Return uniform [T, columns] in [0, 1), keyed by seed, step, purpose, layer and row number."""
-    key = (flow.recipe.seed * 8 + purpose) & MASK, layer
-    return chance(flow.row_id_T, range(columns), key, flow.recipe.step).to(like.dtype)
+    key = (flow.precision_policy.seed * 8 + purpose) & MASK, layer
+    return chance(flow.row_id_T, range(columns), key, flow.precision_policy.step).to(like.dtype)
 
 
 def make_jitter(amount: float, layer: int, flow: Flow) -> RowTransform:

@@ -196,7 +196,7 @@ def build_flow(
     offload = parts.offload.without_pages() if parts.offload and exact else parts.offload
     return Flow(
         rows,
-        model.recipe,
+        model.precision_policy,
         saved_tensors=SavedTensors(layout.recompute, offload, clones=layout.clones is not None),
         training=training,
         world=world,

@@ -168,7 +168,7 @@ def _sharing_one_gradient(block: Block, shape: Shape) -> list[str]:
     if shape.tp > 1 or shape.separate_exchanges or scaled:
         return []
     separate = set[str]()
-    if isinstance(block, CodedBlock) and block.recipe.wgrad == "narrow":
+    if isinstance(block, CodedBlock) and block.quantise.wgrad == "narrow":
         separate |= {*block.coded_names}
     return [
         name

@@ -130,25 +130,27 @@ class StateSharding(NamedTuple):
         elif self.stack == "moefold" and not (weight.product and copy):
             # Read in the master's dtype: a gathered copy where masters are sharded.
             copy = master_bytes if self.zero in (1, 2) and shards > 1 else 0
-        recipe = None
+        quantise = None
         history = 0
         if isinstance(weight, CodedWeight):
-            recipe = weight.recipe
+            quantise = weight.quantise
             history = history_bytes(weight)
         codes = self._code_bytes(weight, local)
         if weight.frozen:
             stored = (weight.reads_compute_dtype and numbers.weight_bytes) or master_bytes
-            return StateBytes(weights=elements[3] * (stored + (codes if recipe else 0.0)) + history)
-        if recipe is not None:
+            return StateBytes(
+                weights=elements[3] * (stored + (codes if quantise else 0.0)) + history
+            )
+        if quantise is not None:
             # Codes in two directions are recomputed in each pass from the gathered weights.
-            gathered = 0 < self.zero < 3 and shards > 1 and recipe.kind == "mxfp8"
+            gathered = 0 < self.zero < 3 and shards > 1 and quantise.kind == "mxfp8"
             copy, codes = (BF16_BYTES, 0.0) if gathered else (0, codes)
         elif codes and not weight.product:
             copy = max(copy, BF16_BYTES)
             codes = 0.0
         resident = self.device_share
         offloaded = 1 - self.device_share
-        if self.resident_weights and recipe is None:
+        if self.resident_weights and quantise is None:
             read = numbers.weight_bytes if weight.product else 0
             copy = copy * resident + (read or master_bytes) * offloaded
         moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
@@ -168,7 +170,7 @@ class StateSharding(NamedTuple):
             return WEIGHT_CODE_BYTES.get(self.numbers.recipe, 0.0)
         if not isinstance(weight, CodedWeight):
             return 0.0
-        return weight_bytes(weight.recipe, *weight.local_matrix(*self.tp_ep_etp)) / local
+        return weight_bytes(weight.quantise, *weight.local_matrix(*self.tp_ep_etp)) / local
 
 
 def layers_and_norm(stage: StageContents) -> Iterator[tuple[Part, int]]:

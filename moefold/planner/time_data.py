@@ -180,7 +180,9 @@ def _gather_format(weight: Weight, sharding: StateSharding) -> tuple[bool, float
     numbers = sharding.numbers
     wide = numbers.master_bytes
     narrow = numbers.weight_bytes or numbers.master_bytes
-    codes = GATHERED_CODE_BYTES.get(weight.recipe.kind) if isinstance(weight, CodedWeight) else None
+    codes = (
+        GATHERED_CODE_BYTES.get(weight.quantise.kind) if isinstance(weight, CodedWeight) else None
+    )
     if codes is not None:
         return True, codes
     if weight.frozen and weight.reads_compute_dtype:

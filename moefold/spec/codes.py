@@ -39,7 +39,7 @@ CHECKPOINTED = ("ffn", "shared", "experts")
 class CodedBlock(Block):
     """A block with quantised products."""
 
-    recipe: Quantise
+    quantise: Quantise
     coded_names: tuple[str, ...] = ()
     """Names, within the block, of the weights of quantised products."""
 
@@ -48,7 +48,7 @@ class CodedBlock(Block):
 class CodedWeight(Weight):
     """A weight of quantised products."""
 
-    recipe: Quantise = field(kw_only=True)
+    quantise: Quantise = field(kw_only=True)
 
 
 def with_recipe(decoder: Decoder, recipe: str) -> Decoder:
@@ -62,16 +62,16 @@ def with_recipe(decoder: Decoder, recipe: str) -> Decoder:
 
 def coded_blocks(decoder: Decoder) -> tuple[Block, ...]:
     """Return the blocks of a decoder, those with quantised products as :class:`CodedBlock`."""
-    recipe = decoder.quantise
+    quantise = decoder.quantise
     blocks = list(decoder.blocks)
-    if not isinstance(recipe, Quantise):
+    if not isinstance(quantise, Quantise):
         return decoder.blocks
     names = list(quantised_weight_names(decoder))
     for number, block in enumerate(blocks):
         prefix = f"layers.{number}."
         coded = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
         if coded:
-            fields = dict(block) | {"recipe": recipe, "coded_names": coded}
+            fields = dict(block) | {"quantise": quantise, "coded_names": coded}
             blocks[number] = CodedBlock.model_construct(**fields)
     return tuple(blocks)
 
@@ -81,8 +81,10 @@ def with_codes(weights: tuple[Weight, ...], block: Block, prefix: str) -> tuple[
     if not isinstance(block, CodedBlock):
         return weights
     coded = {prefix + name for name in block.coded_names}
-    recipe = block.recipe
-    return tuple(CodedWeight(**vars(w), recipe=recipe) if w.name in coded else w for w in weights)
+    quantise = block.quantise
+    return tuple(
+        CodedWeight(**vars(w), quantise=quantise) if w.name in coded else w for w in weights
+    )
 
 
 class WeightProduct(NamedTuple):
@@ -107,7 +109,7 @@ def weight_products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct
                 # One for each expert and each micro-batch that meets in a group of expert ranks.
                 assert spec.routing is not None
                 micro_batches = max(shape.ep * shape.etp // (shape.tp * shape.cp), 1)
-                micro_batches = micro_batches if block.recipe.scales_per_run else 1
+                micro_batches = micro_batches if block.quantise.scales_per_run else 1
                 runs = max(spec.routing.experts // shape.ep, 1) * micro_batches
             for weight in weights:
                 outputs, inputs, _ = weight.local_matrix(shape.tp, shape.ep, shape.etp)
@@ -139,9 +141,11 @@ def gradient_bytes(block: Block, name: str, product: WeightProduct, shape: Shape
     """Return the bytes of a product's output gradient, as the weight gradient reads it."""
     rows = product.rows
     outputs = product.outputs
-    recipe = block.recipe if isinstance(block, CodedBlock) and name in block.coded_names else None
-    if recipe is not None and recipe.wgrad == "narrow":
-        return code_bytes(recipe, outputs, rows, product.runs)
+    quantise = (
+        block.quantise if isinstance(block, CodedBlock) and name in block.coded_names else None
+    )
+    if quantise is not None and quantise.wgrad == "narrow":
+        return code_bytes(quantise, outputs, rows, product.runs)
     return rows * outputs * (shape.width if product.weight.product else STATISTIC)
 
 
@@ -165,7 +169,7 @@ def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: floa
 
 def history_bytes(weight: CodedWeight) -> int:
     """Return the bytes of the amax history of delayed scaling, which each rank holds whole."""
-    record = weight.recipe
+    record = weight.quantise
     if not isinstance(record, Fp8Tensor) or record.scaling == "current":
         return 0
     # The current scale, the history, and the maximum of the present step.
@@ -179,7 +183,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
         yield from parts
         return
     products = dict(weight_products(block, shape))
-    record = block.recipe
+    record = block.quantise
     coded = {*block.coded_names}
     w_in = "moe.experts.w_in"
     if record.scales_per_run and shape.ep * shape.etp > 1 and w_in in coded:
@@ -215,7 +219,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
 
 def _saved_hidden(part: Saved, block: CodedBlock, products: Mapping[str, WeightProduct]) -> Saved:
     """Return a pre-activation as it is saved: wide, or as codes with scales."""
-    length = block.recipe.hidden_block
+    length = block.quantise.hidden_block
     if not length or part.result_of not in block.coded_names:
         return part
     product = products[part.result_of]

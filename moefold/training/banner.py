@@ -180,7 +180,7 @@ def _device(job: Trainer) -> str:
 
 
 def _execution(job: Trainer) -> Iterator[Row]:
-    dtype = job.model.recipe.dtype
+    dtype = job.model.precision_policy.dtype
     machine = job.utilisation.machine
     rate = f"{si(machine.flops_per_s)}FLOP/s ({machine.source})"
     if job.utilisation.peak is not None:
@@ -191,7 +191,7 @@ def _execution(job: Trainer) -> Iterator[Row]:
     ranks_text = f"{job.world.size}, layout {layout}, over {backend}"
     yield "ranks", "one" if job.world.size == 1 else ranks_text
     yield "device", f"{_device(job)}; {rate}"
-    master = str(job.model.recipe.master_dtype).removeprefix("torch.")
+    master = str(job.model.precision_policy.master_dtype).removeprefix("torch.")
     masters = "" if master == str(dtype).removeprefix("torch.") else f", {master} master weights"
     choice = f"{job.precision.why}; measured: {job.precision.rates_text}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({choice})"

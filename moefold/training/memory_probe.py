@@ -182,7 +182,7 @@ def persistent_tensors(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
     yield from (("shared", buffer) for buffer in model.buffers())
     # After the model's buffers, which include histories: the last part that names a storage counts.
     histories = (history.buffers() for history in state.histories.values())
-    weights = chain(model.recipe.copies, model.recipe.codes, *histories)
+    weights = chain(model.precision_policy.copies, model.precision_policy.codes, *histories)
     yield from (("weights", tensor) for tensor in weights)
     for bucket in state.buckets:
         yield from (("weights", tensor) for tensor in bucket.unsharded_tensors)

@@ -103,11 +103,11 @@ def find_nonfinite_operands(state: ShardedState, recompute: Callable[[], Any]) -
     names = {number: name for name, number in quantised_weight_names(model.record).items()}
     if not names:
         return []
-    model.recipe.non_finite_operands = operands = []
+    model.precision_policy.non_finite_operands = operands = []
     try:
         recompute()
     finally:
-        model.recipe.non_finite_operands = None
+        model.precision_policy.non_finite_operands = None
     lines = []
     for rank, first in enumerate(gather_objects(operands[:1], world.on_host)):
         where = f" on rank {rank}" if world.size > 1 else ""

@@ -81,7 +81,7 @@ class ChoiceWriter:
         model = self._parts.model
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        folder = self._folder / step_name(model.recipe.step)
+        folder = self._folder / step_name(model.precision_policy.step)
         make_folder(folder)
         for path in folder.glob(FILE_PATTERN.format("*", "*")):
             if not path.match(FILE_PATTERN.format("*", world.size)):
@@ -100,7 +100,7 @@ class ChoiceReader:
 
     def __init__(self, folder: Path, parts: ModelParts) -> None:
         self._folder = folder
-        self._recipe = parts.model.recipe
+        self._policy = parts.model.precision_policy
         self._layers = {f"layers.{n}": moe.record for n, moe in parts.model.moe_layers()}
         self._chosen = dict[str, Tensor]()
 
@@ -110,7 +110,7 @@ class ChoiceReader:
         Raises:
             RoutingError: if decisions are missing, or are of other tokens or layers.
         """
-        folder = self._folder / step_name(self._recipe.step)
+        folder = self._folder / step_name(self._policy.step)
         (token_N, id_N) = _valid_tokens(flows)
         places = {key: record.router.places for key, record in self._layers.items()}
         absent_N1 = torch.full((len(token_N), 1), ABSENT, dtype=torch.int32)

@@ -110,7 +110,9 @@ def full_weights(state: ShardedState, pattern: str) -> dict[str, Tensor]:
     model = state.parts.model
     ranks = state.parts.world.on_host
     matching = (w for w in known_weights(model.record) if matches(w.name, (pattern,)))
-    weights = {w.name: torch.zeros(w.shape, dtype=model.recipe.master_dtype) for w in matching}
+    weights = {
+        w.name: torch.zeros(w.shape, dtype=model.precision_policy.master_dtype) for w in matching
+    }
     for part in state.weights():
         if part.is_first and part.name in weights:
             weights[part.name][slices(part.box)] = part.tensor.detach()

@@ -186,7 +186,9 @@ class Trainer:
         self.model = self.parts.model
         self.executor = step_executor(self.state, run.train.routing)
         self.counts = count(run.decoder)
-        self.utilisation = Utilisation(self.precision.machine, self.model.recipe.dtype, world)
+        self.utilisation = Utilisation(
+            self.precision.machine, self.model.precision_policy.dtype, world
+        )
         record = run.watch.checkpoint
         self.saver = Saver(self.folder, record, self.lock, world)
         run_id = run_digest(run, self.plugins, self.loader.fingerprint(), world.size)
@@ -348,8 +350,8 @@ class Trainer:
         run = self.run
         step = self.progress.step
         self.batch_index = index = self.progress.next_batch_index()
-        self.model.recipe.seed = run.seed
-        self.model.recipe.step = step
+        self.model.precision_policy.seed = run.seed
+        self.model.precision_policy.step = step
         if self._agreed_stop is not None:  # after which a caller of steps goes on
             self.reader.raise_failure()
         micros = self.reader.read(index) if batches is None else batches

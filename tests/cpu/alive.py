@@ -24,7 +24,7 @@ HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
 def there(layer: nn.Module, flow: Flow) -> set[int]:
     """Return the storages of weights, what products read, counters, rows, and what all layers
     read."""
-    copies = [*flow.recipe.copies, *flow.recipe.codes]
+    copies = [*flow.precision_policy.copies, *flow.precision_policy.codes]
     rows = [value for value in vars(flow.rows).values() if isinstance(value, torch.Tensor)]
     known = [*layer.parameters(), *layer.buffers(), *copies, *flow.shared_tensors, *rows]
     return {one.untyped_storage()._cdata for one in known}
@@ -45,9 +45,9 @@ def set_up(
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     rows = from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH)))
-    flow = Flow(rows, model.recipe, saved_tensors=SavedTensors(policy))
+    flow = Flow(rows, model.precision_policy, saved_tensors=SavedTensors(policy))
     layer = model.get_submodule("layers.0")
-    x_TD = torch.randn(rows.rows, HIDDEN, dtype=model.recipe.dtype, requires_grad=True)
+    x_TD = torch.randn(rows.rows, HIDDEN, dtype=model.precision_policy.dtype, requires_grad=True)
     layer(x_TD, flow)
     flow.decisions.clear()
     return layer, flow, x_TD

@@ -91,7 +91,7 @@ def gradients_of(
     model.zero_grad()
     for _, mixture in model.moe_layers():
         mixture.balance.start_step()
-    flow = Flow(rows, model.recipe, sink, SavedTensors(recompute))
+    flow = Flow(rows, model.precision_policy, sink, SavedTensors(recompute))
     x_TD, terms = model(flow)
     logits_TV = x_TD @ model.head_weight.to(x_TD.dtype).t()
     lm_loss = torch.nn.functional.cross_entropy(logits_TV.double(), rows.labels_T, reduction="sum")

@@ -119,7 +119,7 @@ def test_gradients_are_those_of_what_dropout_left() -> None:
     ways = {name: draw_normal(3, name, tuple(p.shape), 1.0).double() for name, p in trained.items()}
 
     def loss(step: int, way: float = 0.0) -> float:
-        model.recipe.step = step
+        model.precision_policy.step = step
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.add_(ways[name], alpha=way)

@@ -31,7 +31,7 @@ from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import bits
 from tests.cpu.runs import Notes, job_of
 
-ANEW = re.compile(r"\.counters\b|\.recipe\.(seed|step)$")
+ANEW = re.compile(r"\.counters\b|\.precision_policy\.(seed|step)$")
 """Counts of a step, which begin at zero in the next, and what draws by chance go by."""
 PROGRESS = Progress(
     3,

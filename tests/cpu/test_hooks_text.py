@@ -49,7 +49,7 @@ def test_the_page_is_told_what_the_router_decided(tmp_path: Path) -> None:
     with job_of(tmp_path, train={"batch": 4}) as job:
         pieces = [[i % 200 + 1 for i in range(n, n + 16)] for n in range(0, 16 * 300, 16)]
         layers = record_routing(job.model, pieces)
-        flow = Flow(pack(pieces), job.model.recipe, training=False)
+        flow = Flow(pack(pieces), job.model.precision_policy, training=False)
         with torch.no_grad():
             job.model(flow)
     assert [layer.name for layer in layers] == ["0", "1"]

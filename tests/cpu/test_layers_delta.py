@@ -157,12 +157,12 @@ def test_documents_and_padding_leak_nothing_into_states(name: str) -> None:
         out.backward(dy)
         return out, [p.grad for p in mixer.parameters()]
 
-    found, grads = run(x, Flow(whole, model.recipe), dy)
+    found, grads = run(x, Flow(whole, model.precision_policy), dy)
     apart, total = list[Tensor](), [torch.zeros_like(g) for g in grads]
     for text, rows, back in zip(
         texts, x[:9].split([3, 1, 5]), dy[:9].split([3, 1, 5]), strict=True
     ):
-        out, own = run(rows, Flow(pack([text]), model.recipe), back)
+        out, own = run(rows, Flow(pack([text]), model.precision_policy), back)
         apart.append(out)
         total = [a + b for a, b in zip(total, own, strict=True)]
     torch.testing.assert_close(found[:9], torch.cat(apart), **EXACT)

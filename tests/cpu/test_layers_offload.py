@@ -64,9 +64,9 @@ def gradients(
     model.zero_grad()
     for _, mixture in model.moe_layers():
         mixture.balance.start_step()
-    flow = Flow(rows, model.recipe, saved_tensors=SavedTensors(policy, to))
+    flow = Flow(rows, model.precision_policy, saved_tensors=SavedTensors(policy, to))
     draw = torch.Generator().manual_seed(1)
-    x_TD = torch.randn(rows.rows, HIDDEN, generator=draw, dtype=model.recipe.dtype)
+    x_TD = torch.randn(rows.rows, HIDDEN, generator=draw, dtype=model.precision_policy.dtype)
     y_TD, terms = model.run(flow, x_TD.requires_grad_(), model.layers)
     flow.saved_tensors.end_forward()
     flow.saved_tensors.offloaded.prefetch()
@@ -118,7 +118,7 @@ def test_what_leaves_and_what_stays_is_what_is_planned(
     gradients(model, rows)
     modules = tuple(kind for kind in EVERY if policy is None or kind != "norms")
     to = offload(tmp_path, modules)
-    flow = Flow(rows, model.recipe, saved_tensors=SavedTensors(policy, to))
+    flow = Flow(rows, model.precision_policy, saved_tensors=SavedTensors(policy, to))
     leaf_TD = torch.randn(rows.rows, HIDDEN).requires_grad_()
     with StorageRecorder() as made:
         y_TD, terms = model.run(flow, leaf_TD * 1.0, model.layers)

@@ -48,7 +48,7 @@ def test_a_layer_equals_the_mask_written_out() -> None:
     layer = model.get_submodule("layers.0.attention")
     assert isinstance(layer, WindowedAttention) and layer.sinks is not None
     x_TD = torch.randn(14, 16, dtype=torch.float64, requires_grad=True)
-    flow, seen = Flow(rows, model.recipe), list[Tensor]()
+    flow, seen = Flow(rows, model.precision_policy), list[Tensor]()
 
     def written_out(q: Tensor, k: Tensor, v: Tensor, flow: Flow) -> Tensor:
         seen.append(q)
@@ -69,7 +69,7 @@ def test_recomputed_attention_gives_the_same_gradients() -> None:
     ids, found = torch.randint(0, 50, (2, 9)), []
     for policy in (None, Selective(modules=("attention",)), Full()):
         model = built()
-        flow = Flow(from_ids(ids), model.recipe, saved_tensors=SavedTensors(policy))
+        flow = Flow(from_ids(ids), model.precision_policy, saved_tensors=SavedTensors(policy))
         x_TD, _ = model(flow)
         x_TD.square().sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters() if "layers" in name})

@@ -123,7 +123,7 @@ def test_discarded_norms_hold_no_output() -> None:
 
     handle = model.layers["0"].attention_norm.register_forward_hook(note)
     for policy, kept in ((None, True), (Selective(modules=("norms",)), False)):
-        x_TD, _ = model(Flow(rows, model.recipe, saved_tensors=SavedTensors(policy)))
+        x_TD, _ = model(Flow(rows, model.precision_policy, saved_tensors=SavedTensors(policy)))
         assert (alive[-1]() is not None) == kept
         x_TD.sum().backward()
     handle.remove()
@@ -365,7 +365,7 @@ def test_grouped_experts_equal_the_loop(precision: str) -> None:
     for kernel in ("loop", "grouped"):
         model = model_of(decoder(GQA, moe()), precision, experts=kernel)
         experts = next(model.moe_layers())[1].experts
-        runs = experts.kernel(model.recipe.dtype, experts.w_in.device)
+        runs = experts.kernel(model.precision_policy.dtype, experts.w_in.device)
         assert runs.name.startswith(kernel)
         gradients(model, [rows], None, 16)
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
@@ -414,11 +414,11 @@ def test_a_stretched_context_scales_the_softmax_in_place_of_the_angles() -> None
 def test_compute_copies_follow_their_weights() -> None:
     model = model_of(decoder(GQA, moe()), "bf16")
     weight = model.layers["0"].attention.q.weight
-    first = model.recipe.operand(weight).value
-    assert model.recipe.operand(weight).value is first
+    first = model.precision_policy.operand(weight).value
+    assert model.precision_policy.operand(weight).value is first
     with torch.no_grad():
         weight.mul_(2)
-    assert torch.equal(model.recipe.operand(weight).value, first * 2)
+    assert torch.equal(model.precision_policy.operand(weight).value, first * 2)
 
 
 def test_start_values_are_functions_of_seed_name_and_index() -> None:
@@ -470,7 +470,7 @@ def test_a_block_is_its_segments(shape: str) -> None:
     """Functions from a record of tensors to the next, four of them where there are experts."""
     model: DecoderModel = model_of(SHAPES[shape])
     record: Decoder = SHAPES[shape]
-    flow = Flow(from_ids(ids_of(2, 8)), model.recipe)
+    flow = Flow(from_ids(ids_of(2, 8)), model.precision_policy)
     x_TD = model.embed(flow)
     for layer, block in zip(model.layers.values(), record.blocks, strict=True):
         segments = layer.segments()  # type: ignore[operator]
@@ -479,5 +479,5 @@ def test_a_block_is_its_segments(shape: str) -> None:
         for segment in segments:
             state = segment(state, flow)
             assert all(isinstance(t, Tensor | None) for t in tree_leaves(state))
-        fresh = layer(x_TD, Flow(flow.rows, model.recipe))
+        fresh = layer(x_TD, Flow(flow.rows, model.precision_policy))
         assert torch.equal(state.x_TD, fresh.x_TD) and torch.equal(state.terms_N, fresh.terms_N)

@@ -304,9 +304,11 @@ def test_an_operand_of_another_type_is_a_copy_of_the_weight_as_it_is() -> None:
     """What routers, norms and look-ups read comes from the helper that products read from."""
     model = model_of(decoder(), "bf16")
     weight = model.get_parameter("layers.0.attention.q.weight")
-    assert model.recipe.operand(weight, torch.float32).value.data_ptr() == weight.data_ptr()
+    assert (
+        model.precision_policy.operand(weight, torch.float32).value.data_ptr() == weight.data_ptr()
+    )
     for dtype in (torch.float64, None, torch.float64):
-        value = model.recipe.operand(weight, dtype).value
+        value = model.precision_policy.operand(weight, dtype).value
         assert torch.equal(value, weight.detach().to(dtype or torch.bfloat16))
         with torch.no_grad():
             weight.mul_(1.5)

@@ -50,7 +50,7 @@ def reference(model: DecoderModel, texts: Sequence[Sequence[int]]) -> tuple[Tens
     total = table.new_zeros(())
     everything = sum(map(len, texts))
     for text in texts:
-        flow = Flow(pack([text]), model.recipe)
+        flow = Flow(pack([text]), model.precision_policy)
         residual, terms = model.run(flow, table[list(text)], model.main_blocks)
         _, weighted = model.sum_router_terms(terms)
         total = total + (0.0 if weighted is None else weighted) * len(text) / everything

@@ -62,7 +62,7 @@ def flow(ids_T: Tensor | None = None, training: bool = True, step: int = 0) -> F
     if ids_T is not None:
         rows.ids_T[:ROWS] = ids_T
     made = flow_of(rows, double=True, training=training)
-    made.recipe.step = step
+    made.precision_policy.step = step
     return made
 
 

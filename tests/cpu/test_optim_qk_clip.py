@@ -55,7 +55,7 @@ def logits_of(data: ShardedState, rows: MicroBatch) -> Tensor:
     attention = data.parts.model.get_submodule("layers.0.attention")
     assert isinstance(attention, SoftmaxAttention) and attention.max_logit_H is not None
     attention.max_logit_H.zero_()
-    data.parts.model(Flow(rows, data.parts.model.recipe))
+    data.parts.model(Flow(rows, data.parts.model.precision_policy))
     return attention.max_logit_H.clone()
 
 
@@ -77,7 +77,7 @@ def test_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: float) -
     bound = float(before.sort().values[: len(before) // 2 + 1].mean())
     assert before.min() < bound < before.max()
     clipping = data.optimizer(AdamW(lr=0.0, qk_clip=QkClip(bound=bound, alpha=alpha)))
-    data.parts.model(Flow(rows, data.parts.model.recipe))
+    data.parts.model(Flow(rows, data.parts.model.precision_policy))
     weights = {name: p.detach().clone() for name, p in data.parts.model.named_parameters()}
     for parameter in data.parts.model.parameters():
         parameter.grad = torch.zeros_like(parameter)

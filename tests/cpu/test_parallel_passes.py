@@ -38,7 +38,7 @@ def ways(
 ) -> tuple[ChunkPass, DeferredSink]:
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
     model, sink = small.model_of(small.decoder()), DeferredSink()
-    flow = Flow(rows, model.recipe, sink, SavedTensors(recompute))
+    flow = Flow(rows, model.precision_policy, sink, SavedTensors(recompute))
     chunk = Chunk(("0", "1"), has_embedding=True, has_head=True)
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 

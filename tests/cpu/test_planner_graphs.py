@@ -69,7 +69,7 @@ def counted(case: ProofCase) -> list[tuple[float, float]]:
 
     def execute(data: ShardedState, *given: Any) -> Any:
         run: Any = build_executor(data, Recorder)
-        data.parts.model.recipe.in_place_copies = (
+        data.parts.model.precision_policy.in_place_copies = (
             False  # no tensor without values is another's memory
         )
         left = run(*given)

@@ -62,7 +62,7 @@ def test_auto_is_the_faster_format_and_the_saved_run_says_why(
     assert meta["precision"]["asked"] == "auto"
     assert meta["precision"]["flops_per_s"] == {name: rates[name] for name in ("bf16", "fp32")}
     with opened(tmp_path) as job:
-        assert job.model.recipe.precision == chosen
+        assert job.model.precision_policy.precision == chosen
         said = dict(banner_rows(job))["precision"]
         assert f"bf16 {rates['bf16'] / 1e9:,.0f}" in said and "kept from the run's start" in said
 

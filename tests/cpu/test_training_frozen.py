@@ -61,7 +61,9 @@ def test_bytes_of_frozen_weights_are_those_of_the_compute_format() -> None:
             assert planned.total == parameter.numel() * parameter.element_size()
             # Products read the parameter itself: no copy of it is made.
             dtype = parameter.dtype
-            assert data.parts.model.recipe.operand(parameter, dtype).value.is_set_to(parameter)
+            assert data.parts.model.precision_policy.operand(parameter, dtype).value.is_set_to(
+                parameter
+            )
             assert weight.name not in state and not parameter.requires_grad
         else:
             assert parameter.element_size() == planned.master / weight.elements == 4

@@ -175,7 +175,7 @@ def test_a_block_that_is_not_finite_is_reported_with_weight_and_expert(
             found.append(line.partition(": ")[2])
             with torch.no_grad():
                 weight.copy_(before)
-        assert job.step()["lm_loss"] > 0 and job.model.recipe.non_finite_operands is None
+        assert job.step()["lm_loss"] > 0 and job.model.precision_policy.non_finite_operands is None
     assert found == [
         "weight layers.1.moe.experts.w_out, expert 2",
         "input of layers.0.attention.q.weight",

@@ -104,14 +104,18 @@ def test_a_pass_may_be_given_its_decisions() -> None:
     sampler, model = (small.model_of(described, seed=seed) for seed in (1, 2))
     rows, told = from_ids(torch.arange(24).view(2, 12)), dict[str, Any]()
     tell = told.__setitem__
-    sampler(Flow(rows, sampler.recipe, training=False, decisions=RoutingDecisions(on_new=tell)))
-    flow = Flow(rows, model.recipe, decisions=RoutingDecisions(told)).for_chunk(
+    sampler(
+        Flow(
+            rows, sampler.precision_policy, training=False, decisions=RoutingDecisions(on_new=tell)
+        )
+    )
+    flow = Flow(rows, model.precision_policy, decisions=RoutingDecisions(told)).for_chunk(
         AUTOGRAD_SINK, RESIDENT, True
     )
     x_TD, _ = model(flow)
     ((key, given),) = told.items()
     assert torch.equal(flow.decisions[key].experts_TK, given.experts_TK)
-    own = Flow(rows, model.recipe)
+    own = Flow(rows, model.precision_policy)
     assert not torch.allclose(model(own)[0], x_TD)
     assert not torch.equal(own.decisions[key].experts_TK, given.experts_TK)
     x_TD.square().sum().backward()

@@ -79,7 +79,9 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
     initialise(parts.model, decoder, 1, parts.shards)
     layer: nn.Module = parts.model.get_submodule("layers.0")
     flow = build_flow(parts, from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH))))
-    x_TD = torch.randn(flow.rows.rows, HIDDEN, dtype=flow.recipe.dtype, requires_grad=True)
+    x_TD = torch.randn(
+        flow.rows.rows, HIDDEN, dtype=flow.precision_policy.dtype, requires_grad=True
+    )
     layer(x_TD, flow)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
     with StorageRecorder() as made, flow.saved_tensors.layer_hooks():

@@ -130,12 +130,14 @@ def test_the_mixture_never_waits_for_the_device(kind: str, pads: int) -> None:
     (_, mixture), *_ = model.moe_layers()
     x_TD = torch.randn(56 + pads, 16, device=DEVICE).to(torch.bfloat16)
     for _ in range(2):
-        want = run_mixture(mixture, model.recipe, padded_rows((40, 16), pads).to(DEVICE), x_TD)
+        want = run_mixture(
+            mixture, model.precision_policy, padded_rows((40, 16), pads).to(DEVICE), x_TD
+        )
     rows = padded_rows((40, 16), pads).to(DEVICE)
     for parameter in mixture.parameters():
         parameter.grad = None
     with waiting_is_an_error():
-        found = run_mixture(mixture, model.recipe, rows, x_TD)
+        found = run_mixture(mixture, model.precision_policy, rows, x_TD)
     assert relative(found.cpu(), want.cpu()) < 1e-2
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in mixture.parameters())
 

@@ -18,7 +18,7 @@ PLANTS = (
         "the reference is scored with its adapters on",
         PAIRS,
         "training/losses/dpo.py",
-        "with parts.model.recipe.without_adapters():",
+        "with parts.model.precision_policy.without_adapters():",
         "with torch.no_grad():",
     ),
     Plant(

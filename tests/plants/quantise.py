@@ -181,8 +181,8 @@ PLANTS = (
         "tests/cpu/test_training_quantise.py::"
         "test_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "training/trainer.py",
-        "self.model.recipe.step = step",
-        "self.model.recipe.step = self.model.recipe.step + 1",
+        "self.model.precision_policy.step = step",
+        "self.model.precision_policy.step = self.model.precision_policy.step + 1",
     ),
     Plant(
         "experts stay wide",
@@ -511,8 +511,8 @@ PLANTS = (
         "gradients of rows wait in 16 bits",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "spec/codes.py",
-        'if recipe is not None and recipe.wgrad == "narrow":',
-        'if recipe is not None and recipe.wgrad == "none":',
+        'if quantise is not None and quantise.wgrad == "narrow":',
+        'if quantise is not None and quantise.wgrad == "none":',
     ),
     Plant(
         "codes of four bits never leave the device",

@@ -277,7 +277,7 @@ PLANTS = (
         "what is dropped by chance is the same in each step",
         ROUTERS + "test_any_token_is_dropped_the_same_ones_in_a_second_run",
         "moe/draws.py",
-        "range(columns), key, flow.recipe.step)",
+        "range(columns), key, flow.precision_policy.step)",
         "range(columns), key, 0)",
     ),
     Plant(

@@ -92,8 +92,8 @@ PLANTS = (
         "dropout of an adapter differs between ranks",
         RANKS_LEAVE,
         "layers/linear.py",
-        "key = recipe.seed, position.number",
-        "key = recipe.seed + flow.world.rank, position.number",
+        "key = policy.seed, position.number",
+        "key = policy.seed + flow.world.rank, position.number",
     ),
     Plant(
         "dropout counts the inputs of a slice from zero",

@@ -189,10 +189,10 @@ class Bucket:
         """Tensors that store the unsharded weights."""
         return [self.values]
 
-    def register_weights(self, recipe: PrecisionPolicy) -> None:
-        """Register the weights with ``recipe``, where layers look them up by their handles."""
+    def register_weights(self, policy: PrecisionPolicy) -> None:
+        """Register the weights with ``policy``, where layers look them up by their handles."""
         for name, handle in self.handles.items():
-            recipe.set_value(handle, self.weights[name])
+            policy.set_value(handle, self.weights[name])
 
     def refresh_weights(self) -> None:
         """Start to gather weights that stay unsharded, after any change of the masters."""

@@ -57,10 +57,10 @@ class CodedBucket(Bucket):
         amaxes = self._amaxes, self._matrices, self._local_amaxes
         return [self.values, *(amax for by_name in amaxes for amax in by_name.values())]
 
-    def register_weights(self, recipe: PrecisionPolicy) -> None:
-        """Register with ``recipe`` the functions by which products read the codes."""
+    def register_weights(self, policy: PrecisionPolicy) -> None:
+        """Register with ``policy`` the functions by which products read the codes."""
         for name, handle in self.handles.items():
-            recipe.set_value(handle, partial(self._read, name))
+            policy.set_value(handle, partial(self._read, name))
 
     def refresh_weights(self) -> None:
         """Recompute the amaxes, then start to gather codes that stay unsharded."""

@@ -28,7 +28,7 @@ class SharedGroups:
         size: elements of a group; 0 without groups.
         shards: this rank's shard of each parameter.
         buckets: buckets of the parameters; the same list on all ranks that share them.
-        recipe: the model's precision policy, which has the run's seed.
+        policy: the model's precision policy, which has the run's seed.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class SharedGroups:
         size: int,
         shards: Mapping[str, Shard],
         buckets: Iterable[Bucket],
-        recipe: PrecisionPolicy,
+        policy: PrecisionPolicy,
     ) -> None:
         self._shards = shards
         self._first_element = dict[str, int]()
-        self._recipe = recipe
+        self._policy = policy
         self._device = torch.device("cpu")
         cut: dict[Group, dict[tuple[str, int], None]] = {}
         for bucket in buckets:
@@ -63,7 +63,7 @@ class SharedGroups:
         """Return the position of this rank's elements in a parameter."""
         shard = self._shards[name]
         first = self._first_element.get(name, 0)
-        return MomentPosition(name, first, shard.box, shard.shape, self._recipe.seed)
+        return MomentPosition(name, first, shard.box, shard.shape, self._policy.seed)
 
     def maxima(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
         """Return the maximum over ranks for each cut group; a collective of the sharing ranks."""

@@ -114,7 +114,7 @@ def _clipped_layers(parts: ModelParts) -> list[_ClippedLayer]:
         if not rows or str(number) not in model.layers:
             continue
         heads = max(logit_rows.heads for logit_rows in rows)
-        wide = torch.promote_types(model.recipe.dtype, torch.float32)
+        wide = torch.promote_types(model.precision_policy.dtype, torch.float32)
         attention = model.get_submodule(name)
         if not isinstance(attention, SoftmaxAttention):
             kind = type(attention).__name__

@@ -141,7 +141,7 @@ class ShardedState:
             if (is_unsharded and not is_offloaded) or (zero < 3 and not parameter.requires_grad):
                 continue
             wide = placement.wide or parameter.dim() < 2
-            dtype = parameter.dtype if wide else model.recipe.dtype
+            dtype = parameter.dtype if wide else model.precision_policy.dtype
             key = unit_of(name), placement.replicas, dtype, parameter.requires_grad, name in coded
             groups[key][name] = parameter
         for (unit, kind, dtype, trained, codes), parameters in groups.items():
@@ -154,7 +154,7 @@ class ShardedState:
             for name, handle in bucket.handles.items():
                 self._bucket[name] = bucket
                 _set_tensor(model, name, handle)
-            bucket.register_weights(model.recipe)
+            bucket.register_weights(model.precision_policy)
         _materialise(model, device)
         for name, parameter in model.named_parameters():
             bucket = self._bucket.get(name)
@@ -245,7 +245,9 @@ class ShardedState:
         """Build the optimizer of the masters of some units, given how ranks shard them."""
         if record.rounds:
             buckets = [bucket for bucket in self.buckets if bucket.unit in units]
-            groups = SharedGroups(record.group, self._shards, buckets, self.parts.model.recipe)
+            groups = SharedGroups(
+                record.group, self._shards, buckets, self.parts.model.precision_policy
+            )
             return build(record, masters, groups=groups)
         sources = [
             self._matrix_source(name, record)
@@ -257,7 +259,7 @@ class ShardedState:
         shapes = {n: record.split(self._shards[n].shape, self._heads.get(n, 0)) for n in masters}
         if all(source.shard_group.size == 1 and source.slice_group is None for source in sources):
             return build(record, masters, wholes=LocalMatrices(shapes))
-        dtype = self.parts.model.recipe.master_dtype
+        dtype = self.parts.model.precision_policy.master_dtype
         device = self.parts.world.device
         empty = torch.empty(0, dtype=dtype, device=device)
         return build(record, masters, wholes=ShardedMatrices(sources, shapes, empty))

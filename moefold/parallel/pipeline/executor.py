@@ -218,7 +218,7 @@ class Executor:
         model = self._parts.model
         rows = self._flows[micro].rows
         shape = (rows.rows, model.record.hidden)
-        return torch.empty(shape, dtype=model.recipe.dtype, device=rows.ids_T.device)
+        return torch.empty(shape, dtype=model.precision_policy.dtype, device=rows.ids_T.device)
 
 
 def run_step(
@@ -243,7 +243,7 @@ def pages_of(parts: ModelParts, line: Line, rows: int) -> Pages:
         rows=rows,
         tp=sizes.tp,
         etp=sizes.etp,
-        width=parts.model.recipe.dtype.itemsize,
+        width=parts.model.precision_policy.dtype.itemsize,
         cp=sizes.cp,
         ep=sizes.ep,
         room=layout.dispatch.buffer_rows(sizes),

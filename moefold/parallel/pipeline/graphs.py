@@ -38,7 +38,7 @@ def build_executor(
         record = CudaGraphs
     if parts.layout.graphs == "none" or record is None:
         return run_step
-    parts.model.recipe.in_place_copies = True
+    parts.model.precision_policy.in_place_copies = True
     if parts.layout.graphs == "partial":
         return PartialSteps(PartGraphs(state, record))
     return StepGraphs(state, record)

@@ -98,8 +98,8 @@ class ShapeTracker:
         """Refresh low-precision weights, so that no replay casts; return whether any moved."""
         model = parts.model
         stash = parts.offload and parts.offload.stash
-        model.recipe.refresh_copies()
-        tensors = [*model.parameters(), *model.buffers(), *model.recipe.copies]
+        model.precision_policy.refresh_copies()
+        tensors = [*model.parameters(), *model.buffers(), *model.precision_policy.copies]
         tensors += stash.tensors if stash is not None else []
         addresses = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
         before = self._addresses

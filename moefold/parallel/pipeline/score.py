@@ -54,7 +54,7 @@ def next_logits(
     rows, piece = local_rows(batch, world)
     flow = Flow(
         rows.to(world.device),
-        model.recipe,
+        model.precision_policy,
         training=False,
         world=world,
         context=parts.layout.context,
@@ -65,7 +65,9 @@ def next_logits(
     x_TD = forward(parts, flow)
     last_P = (batch.cu_seqlens[1:] - 1).long().to(world.device)
     vocab = model.record.vocab
-    logits_PV = torch.zeros(len(texts), vocab, dtype=model.recipe.dtype, device=world.device)
+    logits_PV = torch.zeros(
+        len(texts), vocab, dtype=model.precision_policy.dtype, device=world.device
+    )
     if x_TD is not None:
         with unsharded_head(parts):
             logits_PV = linear(_gather_rows(x_TD, flow, last_P), model.head_operand())
@@ -98,7 +100,7 @@ def forward(parts: ModelParts, flow: Flow) -> Tensor | None:
             continue
         if source != owner:
             shape = (flow.rows.rows, model.record.hidden)
-            x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=parts.world.device)
+            x_TD = torch.empty(shape, dtype=model.precision_policy.dtype, device=parts.world.device)
             receive(x_TD, ranks.ranks[source], ranks).wait()
         chunk = chunks[stage]
         flow = replace(flow, unshard=parts.hooks_for(chunk, training=False))

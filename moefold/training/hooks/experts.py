@@ -198,7 +198,7 @@ def record_routing(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list
         pieces_per_pass = max(1, MAX_PASS_TOKENS // max(map(len, pieces)))
         for start in range(0, len(pieces), pieces_per_pass):
             rows = pack(pieces[start : start + pieces_per_pass]).to(device)
-            model(Flow(rows, model.recipe, training=False))
+            model(Flow(rows, model.precision_policy, training=False))
     layers = []
     for i, mixture in model.moe_layers():
         if not recorded[i]:  # multi-token blocks run only in training

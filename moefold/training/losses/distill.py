@@ -77,7 +77,7 @@ class Distillation(Objective):
         config = record.read_config()
         layout = record.layout(job.run.layout)
         decoder = freeze(without_tuning(config.decoder), ("*",))
-        precision = job.parts.model.recipe.precision
+        precision = job.parts.model.precision_policy.precision
         state = ShardedState(build_parts(decoder, precision, layout, job.world, "meta"))
         with import_folder(record.teacher, config=config) as imported:
             fill_from_folder(imported, state)
@@ -89,7 +89,9 @@ class Distillation(Objective):
     def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
         frozen = freeze(without_tuning(decoder), ("*",))
-        teacher = build_parts(frozen, parts.model.recipe.precision, parts.layout, parts.world)
+        teacher = build_parts(
+            frozen, parts.model.precision_policy.precision, parts.layout, parts.world
+        )
         initialise(teacher.model, frozen, seed + 1, teacher.shards)
         self.teacher = ShardedState(teacher).parts
         return self

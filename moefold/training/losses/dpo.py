@@ -53,7 +53,7 @@ class Preference(Objective):
 
     def reference(self, parts: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
         """Return the reference's log-probability of each segment [N]; on the last stage only."""
-        with parts.model.recipe.without_adapters():
+        with parts.model.precision_policy.without_adapters():
             reference_flow = build_flow(parts, batch, training=False, exact=True)
             return score(parts, reference_flow, log_probabilities, chunk)
 
