@@ -393,19 +393,20 @@ def require_recipe(device: Device, recipe: str) -> None:
     """
     if device.cpu or recipe in device.recipes:
         return
-    same = [one for one in device.recipes if FORMAT_OF[one] == FORMAT_OF[recipe]]
-    # Without the recipe's width the next wider one: recipes are sorted so.
-    widths = ("fp4", "fp8", "bf16", "fp32")
-    wider = [
-        one
-        for one in device.recipes
-        if widths.index(FORMAT_OF[one]) > widths.index(FORMAT_OF[recipe])
-    ]
-    nearest = [*same, *wider][0]
     raise ValueError(
-        f"precision {recipe}: {device.name} has no units for such products; nearest: {nearest}"
-        f" (it has {', '.join(device.recipes)})"
+        f"precision {recipe}: {device.name} has no units for such products; nearest: "
+        f"{nearest_recipe(device, recipe)} (it has {', '.join(device.recipes)})"
     )
+
+
+def nearest_recipe(device: Device, recipe: str) -> str:
+    """Return a recipe itself if a device has units for it, else one of equal or the next width."""
+    if device.cpu or recipe in device.recipes:
+        return recipe
+    widths = ("fp4", "fp8", "bf16", "fp32")
+    least = widths.index(FORMAT_OF[recipe])
+    # A device's recipes are sorted by width.
+    return next(one for one in device.recipes if widths.index(FORMAT_OF[one]) >= least)
 
 
 def read_device(file: Path) -> Device:
@@ -418,6 +419,11 @@ def read_device(file: Path) -> Device:
         stored = json.loads(file.read_text("utf-8")) if file.exists() else None
     except (ValueError, RecursionError):
         stored = None
+    if not file.exists():
+        raise ValueError(
+            f"{file} does not exist: run `moefold bench --machine {file}` first, or describe a "
+            "device there (docs/plan.md)"
+        )
     if not isinstance(stored, dict) or "form" in stored:
         return Machine.read(file).device
     sheet = load(DeviceSheet, file).record

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moefold.config.base import to_dict, without_defaults
 from moefold.config.errors import RunError, Violation, dotted
@@ -19,7 +19,13 @@ from moefold.mesh.pipeline import Stages
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case, Recipe
 from moefold.planner.goodput import Faults, Goodput, Price, RunCost, goodput, run_cost
-from moefold.planner.hardware import Cluster, parse_cluster, require_recipe, with_memory
+from moefold.planner.hardware import (
+    Cluster,
+    nearest_recipe,
+    parse_cluster,
+    require_recipe,
+    with_memory,
+)
 from moefold.planner.layouts import OptimizerOnHost, make_recompute, unsupported
 from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
 from moefold.planner.published import find_model, published_entries, published_model
@@ -455,8 +461,9 @@ def _published_layouts(task: TrainingTask) -> list[PlannedLayout]:
             letters = tuple(stage.replace("m", "") for stage in stages.letters)
             layout = layout.model_copy(update={"stages": Stages(letters).text})
             further = False
+        recipe = cast("Recipe", nearest_recipe(cluster.device, row.recipe))
         try:
-            case = (task if further else main_task).case(layout, row.micro_batch, row.recipe)
+            case = (task if further else main_task).case(layout, row.micro_batch, recipe)
         except ValueError:
             continue
         source = f"{row.source} ({row.device} x {row.devices})"

@@ -20,6 +20,7 @@ from moefold.planner.hardware import (
     require_recipe,
 )
 from moefold.planner.network import GroupReach, ring_seconds
+from moefold.planner.plan import plan
 
 FILE = Path(hardware.__file__).with_name("devices.json")
 
@@ -227,6 +228,11 @@ def test_a_recipe_that_a_chip_lacks_is_refused(device: str, recipe: str, nearest
     with pytest.raises(ValueError, match=f"precision {recipe}: .* nearest: {nearest} "):
         require_recipe(device_by_name(device), recipe)
     require_recipe(device_by_name(device), nearest)
+
+
+def test_a_plan_in_a_precision_that_the_chip_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"precision mxfp8: A100 has no units .* nearest: bf16"):
+        plan("tiny", "a100x1", overrides=["train.quantise={kind: mxfp8}"])
 
 
 SHEET = {
