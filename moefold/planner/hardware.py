@@ -127,14 +127,15 @@ class Cluster:
         if self.domain == 1:
             return f"connected by {beyond} alone"
         number = min(self.devices, self.domain)
-        how = LINK_WORDS[device.links].format(f"{device.link_bandwidth / 1e9:,.4g} GB/s")
+        ranks = 2 if device.links == "mesh" else self.domain
+        how = LINK_WORDS[device.links].format(f"{self.link_rate(ranks) / 1e9:,.4g} GB/s")
         inside = f"{number} connected by {how}"
         return inside if self.devices <= self.domain else f"{inside}, {beyond} beyond"
 
 
 LINK_WORDS: Mapping[LinkKind, str] = {
     "switch": "switched links of {} each",
-    "mesh": "direct links without a switch, {} each to all others together",
+    "mesh": "direct links without a switch, {} between any two",
     "pcie": "PCIe of {} each",
 }
 HOW_TO_DESCRIBE = (

@@ -184,6 +184,7 @@ def test_links_are_those_that_are_stated() -> None:
 
 def test_without_a_switch_a_pair_has_one_of_the_links() -> None:
     mesh = parse_cluster("mi300xx16")
+    assert mesh.connections.startswith("8 connected by direct links without a switch, 64 GB/s")
     assert [mesh.link_rate(ranks) / 64e9 for ranks in (2, 4, 8)] == [1, 3, 7]
     switched = parse_cluster("h100x16")
     assert switched.link_rate(2) == switched.link_rate(8) == 450e9

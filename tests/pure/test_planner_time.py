@@ -466,7 +466,7 @@ def test_a_release_that_was_not_measured_is_planned_as_the_one_before():
 
 def test_every_constant_has_a_source_and_none_belongs_to_a_model():
     scopes = ("common", "hopper", "blackwell", "blackwell_ultra", "x86", "grace", "megatron",
-              "automodel", "deepseek", "torchtitan", "H100", "H800", "B200", "GB200",
+              "automodel", "deepseek", "torchtitan", "cdna", "H100", "H800", "B200", "GB200",
               "GB300")  # fmt: skip
     for name, (value, source) in STORED["constants"].items():
         assert value > 0, name
