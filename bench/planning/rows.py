@@ -26,7 +26,7 @@ from moefold.model.config import Decoder, MultiToken
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case, Overlaps, Software
 from moefold.planner.hardware import parse_cluster
-from moefold.planner.layouts import make_dispatch, make_layout
+from moefold.planner.layouts import OptimizerOnHost, make_dispatch, make_layout
 from moefold.planner.published import UndescribedModel, published_model
 from moefold.planner.time import model_flops
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
@@ -230,7 +230,7 @@ def _layout(
         zero=defaults.sharded(row, where),
         recompute=defaults.recompute(row, where),
         offload=frozenset(row.get("offload", modules)),
-        host_share=to_host,
+        state=OptimizerOnHost(share=to_host),
     )
 
 

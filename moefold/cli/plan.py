@@ -28,7 +28,8 @@ from moefold.training import formatting
 BAR_WIDTH = 24
 MIN_FRACTION = 0.005
 """Parts below this fraction of the total are not listed."""
-TRILLION = 1e12
+NOTHING_FITS = 1
+"""Exit status where no layout fits."""
 UNSUPPORTED = "not supported by training yet, or only with another package"
 
 
@@ -55,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="GB", type=float, help=text)
     text = "price of a device-hour, to show the cost (default: none)"
     parser.add_argument("--price", metavar="X", type=float, help=text)
-    text = "tokens of the whole run, such as 15e12 (default: the run's, or 1e12)"
+    text = "tokens of the whole run, such as 15e12 (default: the run file's, or no length is shown)"
     parser.add_argument("--tokens", metavar="N", type=float, help=text)
     text = "also write the plan as an HTML page (default: none)"
     parser.add_argument("--html", metavar="FILE", help=text)
@@ -80,25 +81,26 @@ def run(args: argparse.Namespace) -> int:
         price=Price(args.price),
         overrides=overrides_of(args),
     )
-    tokens = args.tokens or plan.task.tokens or TRILLION
+    tokens = args.tokens or plan.task.tokens
+    status = NOTHING_FITS if plan.shortfall else 0
     if args.html:
         write_text(Path(args.html), render_page(plan, tokens))
     if args.json:
         print_json(plan_json(plan, tokens))
-        return 0
+        return status
     console = Console(highlight=False)
     for part in _plan_parts(plan, tokens):
         console.print(part, soft_wrap=isinstance(part, Text))
     if args.html:
         console.print(Text(args.html), soft_wrap=True)
-    return 0
+    return status
 
 
-def _plan_parts(plan: Plan, tokens: float) -> Iterator[Text | Table]:
+def _plan_parts(plan: Plan, tokens: float | None) -> Iterator[Text | Table]:
     yield from _task_part(plan)
     yield from _given_layout_part(plan)
     if plan.best is None:
-        yield Text("\nnothing fits: no legal layout leaves 5 % of memory free", style="bold red")
+        yield from _shortfall_part(plan)
     else:
         yield Text("\nfastest layouts that fit, 5 % of memory left free", style="bold")
         rows = list(_table_rows(plan))
@@ -113,7 +115,8 @@ def _plan_parts(plan: Plan, tokens: float) -> Iterator[Text | Table]:
         yield Text("")
         yield from _recommended_part(plan)
         yield from _long_run_part(plan, tokens)
-    yield from _changes_part(plan)
+    if plan.shortfall is None:
+        yield from _changes_part(plan)
 
 
 def _recommended_part(plan: Plan) -> Iterator[Text | Table]:
@@ -253,8 +256,53 @@ def _layout_table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
     return table
 
 
-def _long_run_part(plan: Plan, tokens: float) -> Iterator[Text]:
-    """Yield time and cost of a long run in the recommended layout."""
+def _shortfall_part(plan: Plan) -> Iterator[Text | Table]:
+    """Yield the least memory of any layout, what binds it, and the changes with which one fits."""
+    yield Text("\nnothing fits: no layout leaves 5 % of memory free", style="bold red")
+    shortfall = plan.shortfall
+    if shortfall is None:
+        return
+    limit = f"{shortfall.limit_bytes / GB:,.1f}"
+    if shortfall.least is None:
+        cluster = plan.task.cluster
+        yield Text(
+            f"  no layout is legal: {plan.task.batch:,} sequences cannot be divided among "
+            f"{cluster.devices:,} {cluster.device.name}"
+        )
+    else:
+        least = PlannedLayout(shortfall.least.case)
+        largest = ", ".join(f"{name} {size / GB:,.1f} GB" for name, size in shortfall.parts)
+        yield Text(
+            f"  least memory found: {least.memory_gb:,.1f} GB per device, {limit} may be used; "
+            f"{least.layout}  {least.policies}"
+        )
+        yield Text(f"  bound by {shortfall.parts[0][0]} ({largest})")
+    if not shortfall.remedies:
+        yield Text(f"  still too large with each of: {'; '.join(shortfall.tried)}", style="yellow")
+        return
+    yield Text("\nwhat makes it fit, each tried", style="bold")
+    table = plain_table("change", "GB", "step s", "a layout that fits", right=("GB", "step s"))
+    unsupported = dict[str, None]()
+    for remedy in shortfall.remedies:
+        layout = PlannedLayout(remedy.found.case)
+        unsupported.update(dict.fromkeys(layout.unsupported))
+        table.add_row(
+            f"{remedy.change} *" if layout.unsupported else remedy.change,
+            f"{layout.memory_gb:,.1f}",
+            _three_digits(layout.step_time_s),
+            Text.assemble((layout.layout, "bold"), (f"  {layout.policies}", "dim")),
+        )
+    yield table
+    if unsupported:
+        yield Text(f"* {UNSUPPORTED}: {', '.join(unsupported)}", style="yellow")
+
+
+def _long_run_part(plan: Plan, tokens: float | None) -> Iterator[Text]:
+    """Yield time and cost of a long run in the recommended layout, if its length is stated."""
+    if tokens is None:
+        if plan.price.per_device_hour:
+            yield Text("\nno cost: state the length of the run with --tokens", style="yellow")
+        return
     layout = plan.recommended
     assert layout is not None
     expected = plan.expected_goodput

@@ -114,7 +114,7 @@ def make_layout(
     zero: int = 1,
     recompute: Modules = NOTHING,
     offload: Modules = NOTHING,
-    host_share: float = 0.0,
+    state: StatePlacement = DEVICE,
 ) -> Layout:
     """Return a layout, unchecked, that states what is chosen: what has no effect is left out.
 
@@ -126,7 +126,7 @@ def make_layout(
         zero: ZeRO stage.
         recompute: kinds of module that are recomputed.
         offload: kinds of module whose activations are on the host.
-        host_share: share of the optimizer with its state on the host.
+        state: where master weights and moments are.
     """
     stated: dict[str, Any] = {"sizes": sizes.text}
     if stages is not None:
@@ -138,8 +138,8 @@ def make_layout(
         stated["dispatch"] = dispatch
     if recompute:
         stated["recompute"] = make_recompute(recompute)
-    if host_share:
-        stated["state"] = OptimizerOnHost(share=host_share)
+    if state.is_offloaded:
+        stated["state"] = state
     if offload:
         stated["offload"] = make_offload(offload)
     return DEFAULTS.model_copy(update=stated)

@@ -13,6 +13,7 @@ from moefold.planner.case import load_with_clones
 from moefold.planner.goodput import scaling_curve
 from moefold.planner.memory import estimate_memory, rank_totals, with_fewest_micro_batches
 from moefold.planner.plan import GB, Plan, PlannedLayout
+from moefold.planner.shortfall import Shortfall
 from moefold.planner.time import estimate_time
 from moefold.schedule.simulate import Span, StageCosts, simulate
 from moefold.schedule.table import Pair, actions_of
@@ -30,7 +31,7 @@ SCALINGS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 EXCHANGE_PARTS = ("tp", "cp", "dispatch", "offload")
 
 
-def plan_json(plan: Plan, tokens: float) -> dict[str, Any]:
+def plan_json(plan: Plan, tokens: float | None) -> dict[str, Any]:
     """Return a plan as JSON data. Times are in seconds, memory in GB."""
     task = plan.task
     best = plan.best
@@ -84,8 +85,29 @@ def plan_json(plan: Plan, tokens: float) -> dict[str, Any]:
             "lost": goodput.lost_shares,
             **vars(plan.faults),
         },
-        "whole_run": vars(plan.cost(best, tokens)) if best and goodput.ettr else None,
+        "nothing_fits": _shortfall_json(plan.shortfall) if plan.shortfall else None,
+        "whole_run": vars(plan.cost(best, tokens)) if best and tokens and goodput.ettr else None,
     }  # fmt: skip
+
+
+def _shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
+    """Return what is missing, and what would make it fit; sizes are in GB."""
+    least = shortfall.least
+    return {
+        "limit_gb": shortfall.limit_bytes / GB,
+        "least_gb": least.peak_bytes / GB if least else None,
+        "least_layout": _layout_json(PlannedLayout(least.case, "search")) if least else None,
+        "parts_gb": {name: size / GB for name, size in shortfall.parts},
+        "fits_with": [
+            {
+                "change": remedy.change,
+                "memory_gb": remedy.found.peak_bytes / GB,
+                "layout": _layout_json(PlannedLayout(remedy.found.case, "search")),
+            }
+            for remedy in shortfall.remedies
+        ],
+        "tried": list(shortfall.tried),
+    }
 
 
 def finite_or_none(value: float) -> float | None:
@@ -139,12 +161,12 @@ def _layout_json(layout: PlannedLayout) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- for the page
 
 
-def render_page(plan: Plan, tokens: float) -> str:
+def render_page(plan: Plan, tokens: float | None) -> str:
     """Return the HTML page.
 
     Args:
         plan: the plan.
-        tokens: tokens of the whole run, for days, cost and energy.
+        tokens: tokens of the whole run, for days, cost and energy; None shows none of them.
     """
     data = page_data(plan, tokens)
     # Data inside a script element must not contain the end of that element or begin a comment.
@@ -156,7 +178,7 @@ def render_page(plan: Plan, tokens: float) -> str:
     return text.replace("__DATA__", packed)
 
 
-def page_data(plan: Plan, tokens: float) -> dict[str, Any]:
+def page_data(plan: Plan, tokens: float | None) -> dict[str, Any]:
     """Return the plan as JSON data, with data to draw its main layouts and their scaling."""
     recommended = plan.recommended
     scaling = None

@@ -31,7 +31,13 @@ from moefold.planner.memory import StageMemory, fullest_rank, stage_bytes
 from moefold.planner.published import find_model, published_entries, published_model
 from moefold.planner.search import Search
 from moefold.planner.search_change import LayoutChange, suggest_changes
-from moefold.planner.search_space import SearchSpace, full_space, trainable_space
+from moefold.planner.search_space import (
+    SearchSpace,
+    full_space,
+    offloading_space,
+    trainable_space,
+)
+from moefold.planner.shortfall import Shortfall, find_shortfall, may_fit
 from moefold.planner.task import (
     DEFAULT_LOAD,
     DEFAULT_SEQ,
@@ -259,6 +265,12 @@ class Plan:
         )
 
     @cached_property
+    def shortfall(self) -> Shortfall | None:
+        """What is missing, and what would make it fit; None if a layout fits."""
+        fits = self.recommended is not None or (self.given is not None and self.given.fits)
+        return None if fits else find_shortfall(self.task)
+
+    @cached_property
     def changes(self) -> tuple[LayoutChange, ...]:
         """Suggested changes to the given layout, else to the recommended one, best first."""
         shown = self.given or self.recommended
@@ -306,13 +318,19 @@ def plan(
     require_recipe(cluster.device, task.number_formats.recipe)
     given, given_problem = _given_layout(task, layout)
     search = Search(task)
-    space = full_space(task)
     recipe = task.number_formats.recipe
-    layouts = _search_layouts(search, space, top)
-    same_format = ()
-    if {found.recipe for found in layouts} != {recipe}:
-        same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
-    trainable, trainable_problem = _trainable_layout(search, loaded)
+    layouts: tuple[PlannedLayout, ...] = ()
+    same_format: tuple[PlannedLayout, ...] = ()
+    trainable = None
+    trainable_problem = _untrained_problem(task) or _nothing_fits(task)
+    if may_fit(search):
+        space = full_space(task)
+        layouts = _search_layouts(search, space, top)
+        if {found.recipe for found in layouts} != {recipe}:
+            same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
+        trainable, trainable_problem = _trainable_layout(search, loaded)
+    if trainable is not None and not layouts:
+        layouts = (trainable,)
     return Plan(
         task=task,
         given=given,
@@ -356,7 +374,12 @@ def _resolve_task(
         if seq is not None:
             raise ValueError(f"seq {seq} is for published models; in a run override data.seq={seq}")
         loaded = run if isinstance(run, Run) else load_run(run, overrides)
-        return *task_from_run(loaded, cluster, batch, load), loaded
+        task, layout = task_from_run(loaded, cluster, batch, load)
+        # A recipe's steps are an example, not a length that somebody has asked about.
+        stated = any(text.startswith("train.steps=") for text in overrides)
+        if str(run) in recipes() and not stated:
+            task = replace(task, tokens=None)
+        return task, layout, loaded
     name = find_model(str(run))
     if name is None:
         similar = get_close_matches(str(run), [*published_entries(), *recipes()], 3, 0.4)
@@ -391,19 +414,33 @@ def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | 
     """
     task = search.task
     refused = ""
-    if task.untrained_kinds:
-        return None, f"training does not support the model's {', '.join(task.untrained_kinds)}"
-    for found in search.iter_fitting(trainable_space(task)):
-        layout = PlannedLayout(found.case, "search")
-        if layout.unsupported:
-            continue
-        violation = None if run is None else next(_run_violations(run, layout), None)
-        if violation is None:
-            return layout, ""
-        refused = refused or f"{layout.layout}, breaks {dotted(violation.path)}: {violation.rule}"
-    if refused:
-        return None, f"the run's own rules refuse every layout that fits; the fastest, {refused}"
-    return None, f"no layout that training supports fits in {task.number_formats.recipe}"
+    if problem := _untrained_problem(task):
+        return None, problem
+    # What is moved to the host takes time in each step: only where nothing else fits.
+    for space in (trainable_space(task), offloading_space(task)):
+        for found in search.iter_fitting(space):
+            layout = PlannedLayout(found.case, "search")
+            if layout.unsupported:
+                continue
+            violation = None if run is None else next(_run_violations(run, layout), None)
+            if violation is None:
+                return layout, ""
+            broken = f"{dotted(violation.path)}: {violation.rule}"
+            refused = refused or f"{layout.layout}, breaks {broken}"
+        if refused:
+            said = "the run's own rules refuse every layout that fits; the fastest, "
+            return None, said + refused
+    return None, _nothing_fits(task)
+
+
+def _untrained_problem(task: TrainingTask) -> str:
+    """Return why training does not support a task's model; empty if it does."""
+    kinds = ", ".join(task.untrained_kinds)
+    return kinds and f"training does not support the model's {kinds}"
+
+
+def _nothing_fits(task: TrainingTask) -> str:
+    return f"no layout that training supports fits in {task.number_formats.recipe}"
 
 
 def _run_violations(run: Run, layout: PlannedLayout) -> Iterator[Violation]:

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
-from moefold.parallel.config import Layout
+from moefold.parallel.config import Layout, StatePlacement
 from moefold.planner.case import (
     Case,
     Recipe,
@@ -25,7 +25,7 @@ from moefold.planner.case import (
     balanced_stages,
     distinct_blocks,
 )
-from moefold.planner.layouts import make_dispatch, make_layout, make_offload
+from moefold.planner.layouts import DEVICE, make_dispatch, make_layout, make_offload
 from moefold.planner.memoize import memoize
 from moefold.planner.memory import peak_within, software_overheads
 from moefold.planner.memory_chunk import two_largest, unsharded_units
@@ -54,7 +54,12 @@ from moefold.planner.time_exchange import (
     block_exchange_seconds,
     tensor_seconds,
 )
-from moefold.planner.time_layer import WorkTime, layer_time, sublayer_seconds
+from moefold.planner.time_layer import (
+    WorkTime,
+    frozen_weights,
+    layer_time,
+    sublayer_seconds,
+)
 from moefold.planner.time_work import (
     PERMUTING_DISPATCHERS,
     KernelSetting,
@@ -113,8 +118,8 @@ class PipelineDepth(NamedTuple):
     """Micro-batches per data rank."""
     zero: int
     """ZeRO stage."""
-    host_share: float
-    """Share of optimizer state on the host."""
+    state: StatePlacement
+    """Where optimizer state is."""
     alternatives: tuple[RecomputeOffload, ...]
     """The recompute and offload of this layout, then those that save less and take longer."""
 
@@ -156,14 +161,19 @@ class Search:
         """The kinds of layers with their numbers, multi-token ones included."""
         routed = [(block, n) for block, n in self.block_counts if has_routing(block.ffn)]
         # The time of shared experts depends on the attention grid, that of routed ones on theirs.
-        self.moe_ffns = [(b.ffn, b.ffn.model_copy(update={"shared": None}), n) for b, n in routed]
-        """MoE feed-forwards with shared experts and without, and their numbers."""
-        bare = [(make_block(block.attention, AbsentLayer()), n) for block, n in routed]
+        self.moe_ffns = [
+            (b.ffn, b.ffn.model_copy(update={"shared": None}), frozen_weights(b, "ffn"), n)
+            for b, n in routed
+        ]
+        """MoE feed-forwards with shared experts and without, their frozen weights and numbers."""
+        bare = [
+            (make_block(block.attention, AbsentLayer(), block.frozen), n) for block, n in routed
+        ]
         self.moe_blocks = [(block, *rest) for (block, _), rest in zip(routed, bare, strict=True)]
         """MoE blocks, these without a feed-forward, and their numbers."""
         dense = [(block, n) for block, n in self.block_counts if not has_routing(block.ffn)]
         self.dense_blocks = bare + dense
-        self.num_parameters = sum(weight.elements for weight in model_weights(task.decoder))
+        self.num_trained = sum(w.elements for w in model_weights(task.decoder) if not w.frozen)
         self._cache: dict[Any, Any] = {}
 
     def best(self, space: SearchSpace, top: int = 5) -> list[FoundLayout]:
@@ -204,6 +214,70 @@ class Search:
                 yielded.add(folding)
                 yield FoundLayout(layout, bound, peak)
 
+    def least_memory(self, space: SearchSpace) -> FoundLayout | None:
+        """Return the layout with the least memory on its fullest rank; None if none is legal.
+
+        Stages are balanced, with the fewest virtual ones, and of recompute and offload the two
+        choices are tried that save least. Tensor parallelism stays within fast links, and is used
+        in experts only where there are no more of them to divide.
+        """
+        best: FoundLayout | None = None
+        for bound, depth in sorted(self._memory_bounds(space), key=lambda entry: entry[0]):
+            if best is not None and bound >= best.peak_bytes:
+                break
+            for case in self._least_cases(space, depth):
+                peak = peak_within(case, best.peak_bytes if best else inf)
+                if peak is not None and (best is None or peak < best.peak_bytes):
+                    best = FoundLayout(case, inf, peak)
+        return best and replace(best, seconds=estimate_time(best.case).seconds)
+
+    def first_within(self, space: SearchSpace, limit: float) -> FoundLayout | None:
+        """Return some layout of those that :meth:`least_memory` tries that needs at most ``limit``
+        bytes, or None.
+        """
+        for bound, depth in self._memory_bounds(space):
+            for case in self._least_cases(space, depth) if bound <= limit else ():
+                peak = peak_within(case, limit)
+                if peak is not None:
+                    return FoundLayout(case, estimate_time(case).seconds, peak)
+        return None
+
+    def _memory_bounds(self, space: SearchSpace) -> Iterator[tuple[float, PipelineDepth]]:
+        """Yield pipeline depths, each with a lower bound of the bytes of its fullest rank."""
+        software = software_overheads(self.task.cluster.device)
+        foldings = self.foldings
+        for recipe, size, (tp, cp) in product(
+            space.recipes, space.micro_batches, foldings.attention_grids
+        ):
+            if tp > max(self.task.cluster.domain, min(foldings.tp)):
+                continue
+            pairs = foldings.expert_grids(tp, cp)
+            for ep, etp in [pair for pair in pairs if pair[1] == 1 or pair[0] == foldings.ep[-1]]:
+                grids = Grids(recipe, size, tp, cp, ep, etp)
+                options = self._recompute_options(space, grids)[-2:]
+                saving = tuple(option for option, _ in options)
+                for pp in foldings.pipeline_sizes(tp, cp, ep, etp):
+                    m = self.num_micro_batches(grids, pp)
+                    for zero, state in space.zero_and_states(pp) if m else ():
+                        total = self._state_bytes(grids, pp, m, zero, state)
+                        total += options[-1][1] * min(m, pp)
+                        bound = total / pp * (1 + software.fragmentation) + software.context
+                        yield bound, PipelineDepth(grids, pp, m, zero, state, saving)
+
+    def _least_cases(self, space: SearchSpace, depth: PipelineDepth) -> Iterator[Case]:
+        """Yield the cases of a depth with balanced stages, for each schedule and each choice of
+        recompute and offload.
+        """
+        pp = depth.pp
+        exchanges = depth.grids.ep * depth.grids.etp > 1
+        dispatch = space.dispatchers[0] if exchanges else "local"
+        for schedule, option in product(space.schedules, depth.alternatives):
+            chosen = depth._replace(alternatives=(option,))
+            numbers = virtual_stages(schedule, pp, depth.num_micro_batches, self.foldings.layers)
+            for vpp in numbers[:1]:
+                layout = self._make_layout(PipelineLayout(chosen, schedule, vpp, dispatch))
+                yield self.task.case(layout, depth.grids.micro_batch, depth.grids.recipe)
+
     # --------------------------------------------------------------------------- steps
 
     def grids(self, space: SearchSpace) -> Iterator[tuple[float, int, Grids]]:
@@ -220,7 +294,7 @@ class Search:
             dense = self._dense_seconds(attention)
             experts = self._expert_seconds(space, attention)
             for ep, etp in foldings.expert_grids(tp, cp):
-                bound = (dense + experts[ep, etp]) * passes + self._fixed_seconds(attention, 0.0)
+                bound = (dense + experts[ep, etp]) * passes + self._fixed_seconds(attention, DEVICE)
                 yield bound, 0, Grids(recipe, micro_batch, tp, cp, ep, etp)
 
     def depths(
@@ -232,11 +306,11 @@ class Search:
         tensor_limit = (limit - software.context) / (1 + software.fragmentation)
         for pp in self.foldings.pipeline_sizes(grids.tp, grids.cp, grids.ep, grids.etp):
             m = self.num_micro_batches(grids, pp)
-            for zero, host_share in space.zero_and_host_shares(pp) if m else ():
-                free = tensor_limit * pp - self._state_bytes(grids, pp, m, zero, host_share)
+            for zero, state in space.zero_and_states(pp) if m else ():
+                free = tensor_limit * pp - self._state_bytes(grids, pp, m, zero, state)
                 fitting = tuple(option for option, size in options if size * min(m, pp) <= free)
                 if fitting:
-                    depth = PipelineDepth(grids, pp, m, zero, host_share, fitting)
+                    depth = PipelineDepth(grids, pp, m, zero, state, fitting)
                     yield self.lower_bound(space, depth), 1, depth
 
     def schedules(
@@ -306,7 +380,7 @@ class Search:
             zero=depth.zero,
             recompute=recompute,
             offload=offload,
-            host_share=depth.host_share,
+            state=depth.state,
         )
 
     # --------------------------------------------------------------------------- time
@@ -322,9 +396,11 @@ class Search:
         ends = PassTime(self.task.decoder, *inputs).layers_time(StageContents((), 0, True, True))
         total = (1 + self.task.multi_token) * ends.device_seconds
         total += sum(n * layer_time(b, *inputs).device_seconds for b, n in self.dense_blocks)
-        for ffn, routed_only, n in self.moe_ffns:
-            shared = sublayer_seconds(ffn, *inputs[:2]) - sublayer_seconds(routed_only, *inputs[:2])
-            total += n * shared
+        for ffn, routed_only, frozen, n in self.moe_ffns:
+            both, routed = (
+                sublayer_seconds(part, *inputs[:2], frozen) for part in (ffn, routed_only)
+            )
+            total += n * (both - routed)
         for *blocks, n in self.moe_blocks if grids.tp > 1 else ():
             both, attention = (sum(tensor_seconds(b, *inputs[:2], frozenset())) for b in blocks)
             total += n * (both - attention)
@@ -344,7 +420,8 @@ class Search:
                 overlap = True in space.paired_values
                 hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if overlap else 0.0
                 experts = sum(
-                    n * sublayer_seconds(ffn, shape, setting) for _, ffn, n in self.moe_ffns
+                    n * sublayer_seconds(ffn, shape, setting, frozen)
+                    for _, ffn, frozen, n in self.moe_ffns
                 )
                 least = min(self._exchange_seconds(grids, name) for name in space.dispatchers)
                 seconds[ep, etp] = experts + 2 * least * (1.0 - hidden)
@@ -442,22 +519,25 @@ class Search:
                 self._cache[key] = DataSeconds(**{"between" if depth.zero == 3 else "end": seconds})
         m = depth.num_micro_batches
         exposed = min_exposed_seconds(self._cache[key], depth.zero, m, slowest, rates)
-        return self._fixed_seconds(grids, depth.host_share) + exposed
+        return self._fixed_seconds(grids, depth.state) + exposed
 
-    def _fixed_seconds(self, grids: Grids, host_share: float) -> float:
+    def _fixed_seconds(self, grids: Grids, state: StatePlacement) -> float:
         """Return a lower bound of seconds outside layers, including updates on the host."""
         step = self._setting(grids.recipe).rates.step_s
-        return step + host_share * self.num_parameters / self.foldings.world / HOST_ADAM_RATE
+        on_host = state.offloaded_share if state.step == "host" else 0.0
+        return step + on_host * self.num_trained / self.foldings.world / HOST_ADAM_RATE
 
     # --------------------------------------------------------------------------- memory
 
-    def _state_bytes(self, grids: Grids, pp: int, m: int, zero: int, host_share: float) -> float:
+    def _state_bytes(
+        self, grids: Grids, pp: int, m: int, zero: int, placement: StatePlacement
+    ) -> float:
         """Return the bytes of state on all ranks of a pipeline at the peak of activations, with
         gradients unless the first backward, after the peak of few micro-batches, allocates them.
         """
-        key = "state", grids._replace(micro_batch=1, cp=1), pp, zero, host_share
+        key = "state", grids._replace(micro_batch=1, cp=1), pp, zero, placement
         if key not in self._cache:
-            case = self._one_batch_case(grids, pp, zero, host_share)
+            case = self._one_batch_case(grids, pp, zero, placement)
             sharding = StateSharding.of(case)
             units = unsharded_units(case.decoder, sharding, self.all_layers)
             state = state_estimator(case.decoder, sharding).rank_state(self.all_layers)
@@ -521,12 +601,12 @@ class Search:
         return self._cache[recipe]
 
     def _one_batch_case(
-        self, grids: Grids, pp: int = 1, zero: int = 1, host_share: float = 0.0
+        self, grids: Grids, pp: int = 1, zero: int = 1, state: StatePlacement = DEVICE
     ) -> Case:
         """Return a case with one micro-batch on every data rank."""
         dp = self.foldings.world // (grids.tp * grids.cp * pp)
         task = replace(self.task, batch=dp * grids.micro_batch)
-        layout = make_layout(grids.sizes(pp), zero=zero, host_share=host_share)
+        layout = make_layout(grids.sizes(pp), zero=zero, state=state)
         return task.case(layout, grids.micro_batch, grids.recipe)
 
 

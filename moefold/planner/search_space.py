@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
-from typing import cast
+from typing import cast, get_args
 
+from moefold.layers.config import OffloadKind
 from moefold.mesh.pipeline import LAYERS, Stages
 from moefold.mesh.shares import divisors
+from moefold.parallel.config import StatePlacement
 from moefold.planner.case import Recipe
 from moefold.planner.hardware import Device
-from moefold.planner.layouts import THIRD_PARTY_DISPATCHERS
+from moefold.planner.layouts import DEVICE, THIRD_PARTY_DISPATCHERS, OptimizerOnHost
 from moefold.planner.task import TrainingTask
 from moefold.schedule.config import (
     DualPipeV,
@@ -49,19 +51,35 @@ class SearchSpace:
     dispatchers: tuple[str, ...] = DISPATCHERS
     recomputes: tuple[Modules, ...] = (NOTHING,)
     offloads: tuple[Modules, ...] = (NOTHING,)
-    optimizer_offloads: tuple[float, ...] = (0.0,)
+    zeros: tuple[int, ...] = (1, 2, 3)
+    """ZeRO stages without a pipeline; with one it is 1."""
+    states: tuple[StatePlacement, ...] = (DEVICE,)
+    """Where master weights and moments are."""
     micro_batches: tuple[int, ...] = (1,)
     separate_multi_token: bool = True
     """Whether multi-token layers may be on another stage than the loss."""
 
-    def zero_and_host_shares(self, pp: int) -> Iterator[tuple[int, float]]:
-        """Yield ZeRO stages with shares of optimizer state on the host.
+    def zero_and_states(self, pp: int) -> Iterator[tuple[int, StatePlacement]]:
+        """Yield ZeRO stages with places of optimizer state.
 
         Stages 2 and 3 only without a pipeline: with one the longest searches take more than twice
         as long, and none of twenty finds anything faster. Stage 0 needs more memory than 1 and is
         never faster.
         """
-        return product((1, 2, 3) if pp == 1 else (1,), self.optimizer_offloads)
+        return product(self.zeros if pp == 1 else (1,), self.states)
+
+    @property
+    def thrifty(self) -> "SearchSpace":
+        """The part of the space with layouts of least memory, in its first number format."""
+        return replace(
+            self,
+            recipes=self.recipes[:1],
+            zeros=(3,),
+            # The last ones are all modules, and whole blocks.
+            recomputes=self.recomputes[-2:],
+            states=self.states[-1:],
+            micro_batches=(min(self.micro_batches),),
+        )
 
     @cached_property
     def paired_values(self) -> list[bool]:
@@ -89,7 +107,7 @@ def full_space(task: TrainingTask) -> SearchSpace:
     if not task.cluster.device.host_bandwidth:
         return space
     experts: Modules = frozenset(("experts",))
-    return replace(space, offloads=(NOTHING, experts), optimizer_offloads=(0.0, 1.0))
+    return replace(space, offloads=(NOTHING, experts), states=(DEVICE, OptimizerOnHost()))
 
 
 def trainable_space(task: TrainingTask) -> SearchSpace:
@@ -101,6 +119,17 @@ def trainable_space(task: TrainingTask) -> SearchSpace:
         recomputes=tuple(_recomputes(task)),
         micro_batches=tuple(size for size in divisors(task.batch) if size <= max_size),
         separate_multi_token=False,
+    )
+
+
+def offloading_space(task: TrainingTask) -> SearchSpace:
+    """Return the space that training executes with optimizer state, and any kind of activation, on
+    the host. A disk takes longer and leaves as much memory free.
+    """
+    return replace(
+        trainable_space(task),
+        offloads=(NOTHING, frozenset(get_args(OffloadKind))),
+        states=(DEVICE, StatePlacement(at="host"), StatePlacement(at="host", step="host")),
     )
 
 

@@ -73,7 +73,7 @@ class TrainingTask:
     notes: tuple[str, ...] = ()
     """Assumptions, and settings of the run without effect."""
     tokens: float | None = None
-    """Tokens of the whole run; None for a published model."""
+    """Tokens of the whole run; None if nobody has stated them."""
     micro_batch: int = 1
     """Sequences per micro-batch of the run."""
 
@@ -205,13 +205,20 @@ def _parse_run(
         load=load,
         software=Software(loss_chunk=run.train.loss_chunk),
         notes=(*notes, *step_notes(run)),
-        tokens=float(run.train.sizes(run.data.seq).before(run.train.steps) * run.data.seq),
+        tokens=_stated_tokens(run),
         micro_batch=run.train.micro_batch,
     )
     auto = run.layout.recompute
     if not isinstance(auto, Auto):
         return task, None
     return task, (task.case(run.layout.model_copy(update={"recompute": None})), auto)
+
+
+def _stated_tokens(run: Run) -> float | None:
+    """Return the tokens of a run that states its steps."""
+    if "steps" not in run.train.model_fields_set:
+        return None
+    return float(run.train.sizes(run.data.seq).before(run.train.steps) * run.data.seq)
 
 
 def resolve_layout(run: Run, cluster: Cluster) -> Layout:

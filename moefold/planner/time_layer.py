@@ -150,8 +150,7 @@ def _block_time(
     num_norms = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
     parts: dict[str, WorkTime] = {}
     for name, record in sublayers(block):
-        path = f"{record.prefix or name}."
-        frozen = frozenset(w.removeprefix(path) for w in block.frozen if w.startswith(path))
+        frozen = frozen_weights(block, name)
         times = _sublayer_parts(record, for_sublayer(shape, record), setting, frozen)
         for part, time in times.items():
             parts.setdefault(part, WorkTime()).add(time)
@@ -159,9 +158,20 @@ def _block_time(
     return _sum_parts(parts), parts
 
 
-def sublayer_seconds(record: Record, shape: Shape, setting: KernelSetting) -> float:
-    """Return device seconds of a sublayer: one forward and one backward."""
-    parts = _sublayer_parts(record, for_sublayer(shape, record), setting)
+def frozen_weights(block: Block, sublayer: str) -> frozenset[str]:
+    """Return the names, within a sublayer of a block, of its weights that are not trained."""
+    record = dict(sublayers(block))[sublayer]
+    path = f"{record.prefix or sublayer}."
+    return frozenset(w.removeprefix(path) for w in block.frozen if w.startswith(path))
+
+
+def sublayer_seconds(
+    record: Record, shape: Shape, setting: KernelSetting, frozen: frozenset[str] = frozenset()
+) -> float:
+    """Return device seconds of a sublayer: one forward and one backward; ``frozen`` names weights
+    in it.
+    """
+    parts = _sublayer_parts(record, for_sublayer(shape, record), setting, frozen)
     return sum(part.device_seconds for part in parts.values())
 
 

@@ -128,6 +128,8 @@ class BiasedMoe(Moe):
         )
 
 
-def make_block(attention: Record, ffn: Record) -> Block:
-    """Return a block of any two kinds of layers, including those of this file."""
-    return Block.model_construct(attention=attention, ffn=ffn)
+def make_block(attention: Record, ffn: Record, frozen: tuple[str, ...] = ()) -> Block:
+    """Return a block of any two kinds of layers, including those of this file; ``frozen`` names
+    weights that are not trained.
+    """
+    return Block.model_construct(attention=attention, ffn=ffn, frozen=frozen)

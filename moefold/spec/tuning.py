@@ -102,6 +102,17 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
     return decoder.model_copy(update=changes)
 
 
+def with_usual_adapter(decoder: Decoder) -> tuple[str, Decoder] | None:
+    """Return the override of a run that trains an adapter of the usual rank and targets, and the
+    decoder with it; None if some weights are frozen already, or the adapter does not suit it.
+    """
+    lora = Lora()
+    tuned = any(part.frozen or part.adapters for part in (decoder, *decoder.blocks))
+    if tuned or any(tuning_violations(decoder, (), lora)):
+        return None
+    return f"adapter={{kind: lora, rank: {lora.rank}}}", adapt(decoder, lora)
+
+
 def _adapt_as_stored(decoder: Decoder, lora: Lora) -> Decoder:
     """Return a decoder with the adapters of the folder from which a run starts."""
     stored = read_adapter(Path(lora.start or ""), decoder).adapters

@@ -84,7 +84,7 @@ def test_records_of_other_software_are_checked_and_named() -> None:
         dispatch=make_dispatch("deep_ep"),
         recompute=modules,
         offload=away,
-        host_share=0.5,
+        state=OptimizerOnHost(share=0.5),
     )
     assert [*unsupported(theirs)] == [
         "dispatch deep_ep", "recompute moe_act", "offload moe_act", "optimizer on the host"

@@ -10,7 +10,7 @@ from moefold.kernels.quantise.config import Fp8Block
 from moefold.layers.config import Selective
 from moefold.model.config import MultiToken
 from moefold.planner.hardware import catalogue, parse_cluster
-from moefold.planner.layouts import make_layout
+from moefold.planner.layouts import DEVICE, OptimizerOnHost, make_layout
 from moefold.planner.memory import peak_within
 from moefold.planner.page import plan_json
 from moefold.planner.plan import PlannedLayout, _published_layouts, plan
@@ -42,7 +42,7 @@ def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
     task = task_from_model(published_model(name), parse_cluster(f"{device.lower()}x512"), 4096)
     recipe = candidate_recipes(task.cluster.device, "bf16")[0]
     space = SearchSpace((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
-    found = Search(task).best(replace(space, optimizer_offloads=(0.0, 1.0)), 1)
+    found = Search(task).best(replace(space, states=(DEVICE, OptimizerOnHost())), 1)
     assert found, device
     assert found[0].seconds > 0 and found[0].peak_bytes < task.cluster.device.memory_bytes
 

@@ -20,7 +20,7 @@ from moefold.moe.config import Moe, Router
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case, NumberFormats, Recipe
 from moefold.planner.hardware import device_by_name, parse_cluster, with_memory
-from moefold.planner.layouts import make_dispatch, make_layout, unsupported
+from moefold.planner.layouts import DEVICE, OptimizerOnHost, make_dispatch, make_layout, unsupported
 from moefold.planner.memory import fullest_rank, num_communicators, rank_totals
 from moefold.planner.plan import PlannedLayout, run_file_fragment
 from moefold.planner.published import published_entries, published_model
@@ -109,9 +109,9 @@ def of_sizes(task: TrainingTask, space: SearchSpace, sizes: Sizes) -> Iterator[A
 
 def keepings(space: SearchSpace, pp: int) -> Iterator[dict[str, Any]]:
     """Yield everything that can be kept, as :func:`make_layout` takes it."""
-    for zero, share in space.zero_and_host_shares(pp):
+    for zero, state in space.zero_and_states(pp):
         for again, away in space.recompute_offload_pairs:
-            yield {"zero": zero, "recompute": again, "offload": away, "host_share": share}
+            yield {"zero": zero, "recompute": again, "offload": away, "state": state}
 
 
 def room(task: TrainingTask) -> float:
@@ -182,7 +182,7 @@ def test_bounds_are_never_above() -> None:
         kept: Any = case.recompute, away
         m = search.num_micro_batches(one, sizes.pp)
         assert m and grids[one] <= seconds * (1 + 1e-9)
-        depth = PipelineDepth(one, sizes.pp, m, zero, 0.0, (kept,))
+        depth = PipelineDepth(one, sizes.pp, m, zero, DEVICE, (kept,))
         assert search.lower_bound(SPACE, depth) <= seconds * (1 + 1e-9)
         for bound, _, tried in search.schedules(SPACE, depth, needed):
             if isinstance(tried, PipelineLayout) and search._make_layout(tried) == case.layout:
@@ -337,7 +337,7 @@ def test_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
             assert not list(Layout.model_validate(said).violations(model))
             faster = estimate_time(given).seconds - estimate_time(one).seconds
             assert faster > 0
-    away = task.case(make_layout(Sizes(tp=2), host_share=1.0))
+    away = task.case(make_layout(Sizes(tp=2), state=OptimizerOnHost()))
     assert not with_graphs(task, away)
     pages = {"pages": {"page": 64, "spill": 0.5}}
     fixed = {"sizes": "ep2", "dispatch": {"kind": "padded", "max_rows": 1 << 20}}
