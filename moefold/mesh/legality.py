@@ -51,8 +51,8 @@ def size_violations(
     if parsed is not None:
         need = nearest.pp * nearest.vpp, model.moe_layers, model.multi_token
         rules = parsed.broken_rules(*need)
-        if parsed.letters[-1].count("m") < "".join(parsed.letters).count("m"):
-            rules.append("must have every m in the last stage, with L")
+        if sum("m" in stage for stage in parsed.letters) > 1:
+            rules.append("must have every m in one stage")
         legal = parsed.nearest(*need).text if rules else None
         violations += [Violation(("stages",), stages, rule, legal) for rule in rules]
     return violations

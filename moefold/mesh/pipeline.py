@@ -10,7 +10,7 @@ notation of Megatron-LM's uneven pipelines, arXiv 2603.07685, §7.5).
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Literal, NamedTuple
 
 from moefold.mesh.loads import leveled_split, lightest_split, rank_loads
@@ -188,6 +188,13 @@ class Stages:
     def layers(self) -> int:
         """Number of layers, without multi-token prediction layers."""
         return sum(self.layer_counts)
+
+    @property
+    def sent_rows(self) -> tuple[int, ...]:
+        """For each stage, how many tensors of rows [T, D] its passes of training send on as one:
+        the rows of the next token and, after multi-token layers, of each further token.
+        """
+        return tuple(1 + ahead for ahead in accumulate(s.count("m") for s in self.letters))
 
     def parts(self) -> tuple[tuple[StagePart, ...], ...]:
         """Return the parts of each stage, in model order."""

@@ -20,7 +20,7 @@ from moefold.layers.offload import ActivationOffload
 from moefold.layers.placement import Shard, placements, shard
 from moefold.layers.saved_tensors import SavedTensors
 from moefold.layers.unshard import RESIDENT, UnshardHooks
-from moefold.mesh.pipeline import StagePart
+from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.config import Layout
@@ -36,17 +36,29 @@ class Chunk:
     has_embedding: bool
     """Whether the stage begins with the embedding."""
     has_head: bool
-    """Whether the stage ends with norm, head and loss."""
+    """Whether the stage ends with head and loss."""
     multi_token: tuple[str, ...] = ()
     """Numbers of the multi-token prediction layers, which run after the final norm."""
+    has_norm: bool = False
+    """Whether it has the final norm: the stage of the multi-token layers or, without any, the
+    head's."""
+    receives: int = 1
+    """Tensors of rows [T, D] that a pass of training receives from the stage before, as one."""
+    sends: int = 1
+    """Tensors of rows that it sends to the next: more than one after multi-token layers."""
 
     @classmethod
-    def of(cls, parts: tuple[StagePart, ...], layers: int) -> "Chunk":
-        """Build from a stage's parts; multi-token layers are numbered from ``layers`` on."""
+    def of(cls, stages: Stages, number: int, layers: int) -> "Chunk":
+        """Build one stage of all; multi-token layers are numbered from ``layers`` on."""
+        parts = stages.parts()[number]
+        sends = stages.sent_rows[number]
         kinds = [part.kind for part in parts]
         main = tuple(str(part.index) for part in parts if part.kind == "layer")
         ahead = tuple(str(layers + part.index) for part in parts if part.kind == "multi_token")
-        return cls(main, "embedding" in kinds, "loss" in kinds, ahead)
+        ends = "embedding" in kinds, "loss" in kinds
+        receives = sends - len(ahead)
+        has_norm = bool(ahead) or ("loss" in kinds and receives == 1)
+        return cls(main, *ends, ahead, has_norm, receives, sends)
 
 
 HooksFor = Callable[..., UnshardHooks]
@@ -76,7 +88,7 @@ class ModelParts:
     """A table of the schedule; the stages of each rank do not depend on micro-batches."""
     embedding_stages: tuple[int, ...]
     """Pipeline ranks that hold the embedding matrix: more than one where the head is tied to it or
-    the last stage has multi-token prediction layers."""
+    another stage has multi-token prediction layers."""
     term_layers: dict[str, int]
     """Number of layers of the whole model with each router term."""
     secondary: World | None
@@ -110,13 +122,11 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     """Reduce a whole model in place to this rank's parts; its tensors may be on ``meta``."""
     terms = Counter(term for _, mixture in model.moe_layers() for term in mixture.terms)
     sizes = world.folding.sizes
-    depth = len(model.record.multi_token)
     table = layout.table(2 * sizes.pp)
     stages = layout.stages_of(model.record)
-    stage_parts = stages.parts()
     stage_numbers = [table.stage_of(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
-    chunks = tuple(Chunk.of(stage_parts[stage], model.record.layers) for stage in stage_numbers)
-    letters = "EL" if model.record.tied or depth else "E"
+    chunks = tuple(Chunk.of(stages, stage, model.record.layers) for stage in stage_numbers)
+    letters = "EmL" if model.record.tied else "Em"
     holders = {
         table.rank_of(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)
     }
@@ -125,10 +135,13 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     model.layers = nn.ModuleDict({number: model.layers[number] for number in numbers})
     has_embedding = any(chunk.has_embedding for chunk in chunks)
     has_head = any(chunk.has_head for chunk in chunks)
-    if not has_embedding and not (has_head and (model.record.tied or depth)):
+    looks_ahead = any(chunk.multi_token for chunk in chunks)
+    if not has_embedding and not looks_ahead and not (has_head and model.record.tied):
         model.embed = None
+    if not any(chunk.has_norm for chunk in chunks):
+        model.norm = None
     if not has_head:
-        model.norm = model.head = None
+        model.head = None
     shards = _shard_parameters(model, world)
     assign_shards(model, shards)
     if layout.clones is not None:

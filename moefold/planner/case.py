@@ -110,7 +110,19 @@ class StageContents(NamedTuple):
     embedding: bool = False
     """Whether it contains the embedding."""
     loss: bool = False
-    """Whether it contains the last norm, the head and the loss."""
+    """Whether it contains the head and the loss."""
+    ahead_before: int = 0
+    """With the loss: number of multi-token prediction layers elsewhere, whose losses are here."""
+
+    @property
+    def losses(self) -> int:
+        """Number of losses: the next token's, and one for each multi-token layer of the model."""
+        return 1 + self.multi_token + self.ahead_before if self.loss else 0
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether it contains the last norm, which multi-token layers follow."""
+        return self.multi_token > 0 or (self.loss and not self.ahead_before)
 
     @property
     def num_layers(self) -> int:
@@ -129,7 +141,9 @@ class StageContents(NamedTuple):
             if part.kind in ("layer", "multi_token"):
                 layers[order[part.index + (main if part.kind == "multi_token" else 0)]] += 1
         ends = kinds["embedding"] > 0, kinds["loss"] > 0
-        return cls(tuple(sorted(layers.items())), kinds["multi_token"], *ends)
+        ahead = kinds["multi_token"]
+        ahead_before = len(order) - main - ahead if kinds["loss"] else 0
+        return cls(tuple(sorted(layers.items())), ahead, *ends, ahead_before)
 
 
 class PipelineContents(NamedTuple):

@@ -375,8 +375,9 @@ def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) 
         state = replace(state, pages=device, offloaded_pages=host)
     state, chunks, passes = add_graph_memory(case, rank, state, chunks)
     if contents.embedding and len(chunks) > 1 and (contents.multi_token or case.decoder.tied):
-        # The chunk with the loss runs its backward first, and allocates the table's gradient.
-        table = estimator.table_gradients(case.contents.chunks[rank][0]) if contents.loss else 0.0
+        # A later chunk that reads the table runs its backward first, and allocates its gradient.
+        later = contents.loss or contents.multi_token
+        table = estimator.table_gradients(case.contents.chunks[rank][0]) if later else 0.0
         chunks[0] = chunks[0]._replace(first_gradients=chunks[0].first_gradients - table)
     allocated = sum(chunk.first_gradients + chunk.head_gradients for chunk in chunks)
     lasting_gradients = state.gradients - allocated

@@ -118,17 +118,17 @@ class ChunkEstimator:
             saved += lookups * (indices + (shape.piece if shape.tp > 1 else 0))
             deferred += lookups * (indices + shape.piece * shape.hidden * STATISTIC)
         # The gradient of the last norm's weight.
-        deferred += shape.hidden * STATISTIC if stage.loss else 0.0
-        saved += stage.multi_token * logits
+        deferred += shape.hidden * STATISTIC if stage.has_norm else 0.0
+        saved += stage.losses * logits
         if self.stack != "moefold":
             # The joined pair of rows and the norms before and after it.
             saved += stage.multi_token * 5 * shape.hidden_bytes
         elif "block" in self.recompute:
             # Without recompute, the norm of the block before saves the input of each but the first.
-            reads = [layer.reads for layer in self.decoder.multi_token[1:]] if stage.loss else []
+            reads = [r.reads for r in self.decoder.multi_token[1:]] if stage.multi_token else []
             saved += reads.count("residual") * shape.hidden_bytes
-        if stage.loss:
-            saved += shape.hidden_bytes + shape.rows * STATISTIC + logits
+        if stage.has_norm:
+            saved += shape.hidden_bytes + shape.rows * STATISTIC
         if stage.loss and self.stack == "moefold":
             forward = max(forward, self.loss_rows * columns * self.logit)
         weights, gradients = unsharded_units(self.decoder, self.sharding, stage)

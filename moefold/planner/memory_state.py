@@ -176,7 +176,7 @@ class StateSharding(NamedTuple):
 def layers_and_norm(stage: StageContents) -> Iterator[tuple[Part, int]]:
     """Yield each part of a rank besides embedding and head, with how often it is there."""
     yield from stage.layers
-    yield "norm", int(stage.loss)
+    yield "norm", int(stage.has_norm)
 
 
 @memoize(1 << 10)

@@ -58,7 +58,6 @@ MAX_NUMBER = 1e18
 """Bound of every number that a plan is given."""
 OWN = "run"
 """Origin of a run's own layout."""
-SEPARATE_MULTI_TOKEN = "multi-token layers on another stage than the loss"
 MEMORY_ERROR = 0.1
 """Largest relative error of planned memory in measured runs; see docs/plan.md."""
 
@@ -191,10 +190,9 @@ class PlannedLayout:
     @property
     def unsupported(self) -> tuple[str, ...]:
         """Features of the layout that training cannot execute yet, or only with another package."""
-        beside_loss = self.case.stages.letters[-1].count("m")
-        more = [] if self.case.multi_token == beside_loss else [SEPARATE_MULTI_TOKEN]
+        more = ()
         if self.case.decoder.quantise is not None and self.quantised_rows is None:
-            more.append(f"precision {self.recipe}")
+            more = (f"precision {self.recipe}",)
         return (*unsupported(self.case.layout), *untrained_kinds(self.case.decoder), *more)
 
     @property

@@ -362,7 +362,7 @@ class Search:
             sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token,
             case.schedule.stage_mapping, (first, last),
         )  # fmt: skip
-        separate = with_separate_multi_token(equal_time) if space.separate_multi_token else None
+        separate = with_separate_multi_token(equal_time)
         for stages in filter(None, (equal_time, separate)):
             placed = layout.model_copy(update={"stages": stages.text})
             placed_case = replace(case, layout=placed)

@@ -56,8 +56,6 @@ class SearchSpace:
     states: tuple[StatePlacement, ...] = (DEVICE,)
     """Where master weights and moments are."""
     micro_batches: tuple[int, ...] = (1,)
-    separate_multi_token: bool = True
-    """Whether multi-token layers may be on another stage than the loss."""
 
     def zero_and_states(self, pp: int) -> Iterator[tuple[int, StatePlacement]]:
         """Yield ZeRO stages with places of optimizer state.
@@ -102,7 +100,6 @@ def full_space(task: TrainingTask) -> SearchSpace:
         trainable,
         recipes=candidate_recipes(task.cluster.device, task.number_formats.recipe),
         dispatchers=DISPATCHERS if by_links else trainable.dispatchers,
-        separate_multi_token=True,
     )
     if not task.cluster.device.host_bandwidth:
         return space
@@ -118,7 +115,6 @@ def trainable_space(task: TrainingTask) -> SearchSpace:
         dispatchers=tuple(name for name in DISPATCHERS if name not in THIRD_PARTY_DISPATCHERS),
         recomputes=tuple(_recomputes(task)),
         micro_batches=tuple(size for size in divisors(task.batch) if size <= max_size),
-        separate_multi_token=False,
     )
 
 

@@ -199,7 +199,7 @@ class PassTime:
                 time.add(layer_time(self.blocks[kind], *self.inputs), count)
             if stage.multi_token:
                 time.add(head_or_join_time(None, *self.inputs), stage.multi_token)
-            if num_losses := stage.multi_token + stage.loss:
+            if num_losses := stage.losses:
                 end = head_or_join_time(self.decoder.vocab, *self.inputs, self.frozen_head)
                 time.add(end, num_losses)
                 time.weights -= (num_losses - 1) * end.weights  # all losses share the head

@@ -282,6 +282,12 @@ def multi_token() -> Iterator[ProofCase]:
         yield from _cases(both, [("cp2 ep2", 4), ("tp2 pp2", 4)], recompute=recompute)
     stages = {"stages": "Et|tmmL", "schedule": ZeroBubbleH1()}
     yield from _cases(both[:1], [("pp2 cp2", 4)], **stages)
+    for schedule in kinds(SCHEDULE):
+        for sizes, text, zero in (("pp4", "Ettt|tmm||L", 2), ("pp2 vpp2", "Ett|tt|mm|L", 3)):
+            named = [("multi token deep", deep)]
+            apart = {"schedule": schedule, "stages": text, "zero": zero}
+            yield from _cases(named, [(sizes, 4)], **apart)
+    yield from _cases(both[1:], [("pp4", 4), ("pp2 vpp2", 2)], stages="Et|t|m|L")
 
 
 @rule

@@ -91,7 +91,7 @@ def planned_bytes(
     message_bytes = case.rows * case.decoder.hidden * width
     # Records are hashable, which their types do not say.
     plan = plan_rank(layout, pp, case.num_micro_batches)  # type: ignore[arg-type]
-    num_messages = held_messages(plan)
+    num_messages = held_messages(plan, case.stages.sent_rows)
     for after, messages in zip(memory_after_each(case, pp), num_messages, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
         values = (*values, after.operands, messages * message_bytes, *after.offloaded)

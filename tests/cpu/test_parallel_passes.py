@@ -39,7 +39,7 @@ def ways(
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
     model, sink = small.model_of(small.decoder()), DeferredSink()
     flow = Flow(rows, model.precision_policy, sink, SavedTensors(recompute))
-    chunk = Chunk(("0", "1"), has_embedding=True, has_head=True)
+    chunk = Chunk(("0", "1"), has_embedding=True, has_head=True, has_norm=True)
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 
 

@@ -6,6 +6,7 @@ from moefold.proof.verify import prove
 FEW = (
     "multi token: cp2 on 2",
     "multi token: pp2 on 2",
+    "multi token tied: pp2 vpp2 on 2, stages Et|t|m|L",
     "multi token: dp2 on 2, zero 3",
 )
 

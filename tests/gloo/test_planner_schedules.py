@@ -109,6 +109,8 @@ class Asked(NamedTuple):
     """A dispatch of fixed shapes, its room, and slots for clones."""
     ahead: tuple[MultiToken, ...] = ()
     """Losses of further tokens."""
+    stages: str | None = None
+    """What stages hold, where that is listed."""
     codes: str = ""
     """The kind of few bits that products run in, in blocks of four, and what scales it if not its
     own numbers."""
@@ -120,6 +122,7 @@ class Asked(NamedTuple):
         again = {"kind": "selective", "modules": self.policy} if self.policy else None
         again = {"kind": "full"} if self.policy == ("block",) else again
         given = {"sizes": self.sizes, "schedule": {"kind": self.schedule}, "zero": self.zero}
+        given["stages"] = self.stages
         away = None if self.away is None else self.away.stated
         if self.room is not None:
             given["dispatch"] = {"kind": self.room[0], "max_rows": self.room[1]}
@@ -231,7 +234,7 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
         number_formats=NumberFormats(asked.codes or "fp32", AdamW(lr=1e-3), weight_bytes=0),
     )
     row = case.rows * HIDDEN * (2 if asked.codes else 4)
-    crossing = held_messages(plan_rank(layout, rank, MICRO))
+    crossing = held_messages(plan_rank(layout, rank, MICRO), case.stages.sent_rows)
     state = estimate_memory(case)[rank].state
     pages = round(state.pages), round(state.offloaded_pages)
     after = [
@@ -331,6 +334,28 @@ def test_so_it_is_where_ranks_share_rows_or_weights(
 ) -> None:
     """Tensor ranks, context ranks, and data ranks with ZeRO: a selection, the matrix has all."""
     check([Asked(block, POLICIES[1 + (block == LATENT)], sizes, kind, zero, dp)])
+
+
+APART = f"E|{'t' * LAYERS}|m|L"
+
+
+def test_so_it_is_where_further_tokens_have_a_stage_of_their_own() -> None:
+    """It has the last norm, and sends on the rows of two tokens; the last has two losses."""
+    one = AHEAD[1][:1]
+    kinds = (("interleaved", None), ("dualpipe_v", None))
+    check([Asked(SHARED, p, "pp2 vpp2", kind, ahead=one, stages=APART) for kind, p in kinds])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["interleaved", "zb_v", "dualpipe_v", "merged"])
+def test_so_it_is_of_every_policy_with_such_a_stage(kind: str) -> None:
+    pairs = product((DENSE, SHARED, LATENT), POLICIES)
+    stages = APART.replace("m", "mm")
+    sizes = "pp2 vpp2"
+    asked = [Asked(*one, sizes, kind, ahead=AHEAD[1], stages=stages) for one in pairs]
+    block, policy, away = AWAY[0]
+    shape = f"E|t|{'t' * (4 * LEAVING - 1)}mm|L"
+    check([*asked, Asked(block, policy, sizes, kind, 0, 1, away, ahead=AHEAD[1], stages=shape)])
 
 
 @pytest.mark.matrix

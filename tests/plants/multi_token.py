@@ -8,7 +8,24 @@ ZERO = CPU + "test_a_weight_of_zero_leaves_all_other_gradients_as_they_are"
 FOLDER = "tests/cpu/test_convert_multi_token.py::"
 RANKS = "tests/gloo/test_model_multi_token.py::test_ranks_compute_what_one_rank_computes"
 
+APART = "tests/gloo/test_planner_schedules.py::"
+APART += "test_so_it_is_where_further_tokens_have_a_stage_of_their_own"
+
 PLANTS = (
+    Plant(
+        "losses of further tokens are planned on their layers' stage",
+        APART,
+        "planner/case.py",
+        "return 1 + self.multi_token + self.ahead_before if self.loss else 0",
+        "return self.loss + self.multi_token",
+    ),
+    Plant(
+        "rows of further tokens weigh nothing among messages",
+        APART,
+        "parallel/pipeline/p2p.py",
+        'return sent_rows[result.stage - (result.kind == "gradient")]',
+        "return 1",
+    ),
     Plant(
         "a label of a further token crosses a document's end",
         STEP,
@@ -76,7 +93,7 @@ PLANTS = (
         "what the last stage adds to the embedding's gradient stays there",
         RANKS,
         "parallel/apply.py",
-        'letters = "EL" if model.record.tied or depth else "E"',
+        'letters = "EmL" if model.record.tied else "Em"',
         'letters = "EL" if model.record.tied else "E"',
     ),
     Plant(

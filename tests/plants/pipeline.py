@@ -18,8 +18,8 @@ PLANTS = (
         "a tied embedding's gradient is not summed over stages",
         TIED_EMBEDDING,
         "parallel/apply.py",
-        'letters = "EL" if model.record.tied or depth else "E"',
-        'letters = "EL" if depth else "E"',
+        'letters = "EmL" if model.record.tied else "Em"',
+        'letters = "Em"',
     ),
     Plant(
         "router terms of stages without the loss are lost",

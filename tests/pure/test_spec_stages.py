@@ -5,6 +5,8 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
+from moefold.mesh.config import Sizes
+from moefold.mesh.legality import size_violations
 from moefold.mesh.loads import leveled_split, lightest_split, rank_loads
 from moefold.mesh.pipeline import Stages, StageWeights, rank_of_stage
 from moefold.model.config import Decoder, MultiToken
@@ -106,3 +108,13 @@ def test_the_even_split_on_request_and_where_it_is_as_good() -> None:
     light = StageWeights((1.0,) * 10, last=0.4)
     assert Stages.weighted(4, 1, light) == Stages.balanced(4, 1, 10)
     assert Stages.weighted(2, 1, StageWeights((1.0,) * 4, last=2.0)).text == "Et*3|tL"
+
+
+def test_multi_token_layers_are_on_one_stage_before_the_loss_or_with_it() -> None:
+    needs = model_needs(deepseek_v3(2))
+    (broken,) = size_violations(Sizes(pp=4), needs, stages="Et*20|t*41|m|mL")
+    assert broken.rule == "must have every m in one stage"
+    assert size_violations(Sizes(pp=4), needs, stages=broken.nearest) == []
+    apart = "Et*20|t*41|mm|L"
+    assert size_violations(Sizes(pp=4), needs, stages=apart) == []
+    assert Stages.parse(apart).sent_rows == (1, 1, 3, 3)

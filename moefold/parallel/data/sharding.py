@@ -319,7 +319,7 @@ class ShardedState:
         Multi-token layers, which run only in training, also look up embeddings in between.
         """
         layers, extra = ([f"layers.{n}" for n in ns] for ns in (chunk.layers, chunk.multi_token))
-        ends = ["norm"] * chunk.has_head + extra * training
+        ends = ["norm"] * chunk.has_norm + extra * training
         return [EMBEDDING] * chunk.has_embedding + layers + ends
 
     def finish(self) -> Tensor:

@@ -98,6 +98,10 @@ class Executor:
         self._loss: Loss = lambda x_TD, flow, later: loss(x_TD, flow, scales[later])
         rank = parts.world.attention.pp
         self.plan: RankPlan = plan_rank(parts.layout, rank, len(flows))  # type: ignore[arg-type]
+        self._chunk_of_stage = {
+            self.plan.table.stage_of(rank, number): chunk
+            for number, chunk in enumerate(parts.chunks)
+        }
         self.executed: list[Step] = []
         """Completed steps."""
         self._secondary = parts.secondary if self.plan.table.has_pairs else None
@@ -213,11 +217,17 @@ class Executor:
     def _stage_and_micro(self, action: Action) -> tuple[int, int]:
         return self.plan.table.stage_of(self.plan.rank, action.chunk), action.micro
 
-    def _buffer(self, micro: int) -> Tensor:
-        """Allocate a tensor for a micro-batch's rows [T, D] from another stage."""
+    def _buffer(self, result: ActionResult) -> Tensor:
+        """Allocate a tensor for a result of another stage: rows [T, D], several after one another
+        where multi-token layers have run.
+        """
         model = self._parts.model
-        rows = self._flows[micro].rows
-        shape = (rows.rows, model.record.hidden)
+        rows = self._flows[result.micro].rows
+        if result.kind == "output":
+            times = self._chunk_of_stage[result.stage + 1].receives
+        else:
+            times = self._chunk_of_stage[result.stage - 1].sends
+        shape = (times * rows.rows, model.record.hidden)
         return torch.empty(shape, dtype=model.precision_policy.dtype, device=rows.ids_T.device)
 
 

@@ -11,7 +11,7 @@ the other, provided that communicators are created lazily (no ``device_id`` wher
 T rows on this rank, D hidden.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -80,11 +80,17 @@ def plan_rank(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
     return RankPlan(table, rank, tuple(posts), produced_at, read_at)
 
 
-def held_messages(plan: RankPlan) -> Iterator[int]:
-    """Yield the number of message tensors that a rank holds after each step, with posted ones."""
+def held_messages(plan: RankPlan, sent_rows: Sequence[int]) -> Iterator[int]:
+    """Yield the tensors of rows [T, D] in messages that a rank holds after each step, with posted
+    ones; ``sent_rows`` is their number in a message from each stage to the next.
+    """
     table = plan.table
     rank = plan.rank
-    sent = list[tuple[int, int]]()
+    sent = list[tuple[int, int, int]]()
+
+    def rows_of(result: ActionResult) -> int:
+        return sent_rows[result.stage - (result.kind == "gradient")]
+
     unread = set[ActionResult]()
     posts = iter(plan.posts)
     for results in islice(posts, AHEAD):
@@ -103,18 +109,20 @@ def held_messages(plan: RankPlan) -> Iterator[int]:
             if reader == rank:
                 unread.add(result)
             elif reader is not None:
-                sent.append((reader, plan.read_at[result]))
-        yield len(unread) + len(sent)
+                sent.append((reader, plan.read_at[result], rows_of(result)))
+        yield sum(map(rows_of, unread)) + sum(rows for *_, rows in sent)
 
 
 class P2PMessages:
     """Sends and receives one pipeline rank's results in a training step.
 
     ``ranks`` is the pipeline's group; ``buffer`` allocates the tensor [T, D] into which a
-    micro-batch's rows are received.
+    result's rows are received.
     """
 
-    def __init__(self, plan: RankPlan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, plan: RankPlan, ranks: Group, buffer: Callable[[ActionResult], Tensor]
+    ) -> None:
         self._plan = plan
         self._ranks = ranks
         self._buffer = buffer
@@ -128,7 +136,7 @@ class P2PMessages:
         until = min(index + AHEAD + 1, len(self._plan.posts))
         for results in self._plan.posts[self._posted : until]:
             for result in results:
-                buffer = self._buffer(result.micro)
+                buffer = self._buffer(result)
                 source = self._ranks.ranks[self._plan.table.rank_of(result.stage)]
                 self._incoming[result] = buffer, receive(buffer, source, self._ranks)
         self._posted = max(self._posted, until)

@@ -84,8 +84,10 @@ class ChunkPass:
             self._backward_tasks.append([LaneTask(_copy_state)])
         for index, number in enumerate(chunk.layers):
             tasks += self._block(number, (index, len(chunk.layers)))
+        if chunk.has_norm or chunk.has_head:
+            tasks.append(self._single_task(False, ()))
         if chunk.has_head:
-            tasks += [self._single_task(False, ()), LaneTask(self._compute_losses)]
+            tasks.append(LaneTask(self._compute_losses))
         elif self._graphs is not None:
             tasks.append(LaneTask(_copy_state))
         return tasks if self._second_flow else [task._replace(is_exchange=False) for task in tasks]
@@ -110,17 +112,25 @@ class ChunkPass:
     def _single_task(self, embeds: bool, layers: Sequence[str]) -> LaneTask:
         """Return one task for the chunk's embedding, ``layers``, norm and multi-token layers."""
         model = self._model
-        has_head = self._chunk.has_head
+        chunk = self._chunk
         flow = self._flow
         term_layers: list[int] = []
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            if chunk.receives > 1:  # all has been run but the head
+                return inputs[0].chunk(chunk.receives) if chunk.has_head else inputs
             x_TD = model.start(flow) if embeds else inputs[0]
             x_TD, terms = model.run(flow, x_TD, layers)
-            normed_TD = model.finish(flow, x_TD) if has_head else x_TD
-            shifted, more = model.run_multi_token(flow, x_TD, normed_TD) if has_head else ([], {})
+            normed_TD = model.finish(flow, x_TD) if chunk.has_norm else x_TD
+            shifted = list[Tensor]()
+            more = dict[int, Tensor]()
+            if chunk.multi_token:
+                shifted, more = model.run_multi_token(flow, x_TD, normed_TD)
             term_layers.extend([*terms, *more])
-            return normed_TD, *shifted, *terms.values(), *more.values()
+            rows = (normed_TD, *shifted)
+            if shifted and not chunk.has_head:  # one message
+                rows = (torch.cat(rows),)
+            return *rows, *terms.values(), *more.values()
 
         subgraph = Subgraph(run)
         self._backward_tasks.append([LaneTask(subgraph.backward)])

@@ -107,7 +107,7 @@ def forward(parts: ModelParts, flow: Flow) -> Tensor | None:
         x_TD = model.start(flow) if chunk.has_embedding else x_TD
         assert x_TD is not None
         x_TD, _ = model.run(flow, x_TD, chunk.layers)
-        if chunk.has_head:
+        if chunk.has_norm:
             x_TD = model.finish(flow, x_TD)
     return x_TD if table.rank_of(table.stages - 1) == rank else None
 
