@@ -155,7 +155,7 @@ def test_a_cluster_that_only_fails_is_said_and_not_divided_by() -> None:
 WRONG = [
     (["nothing_like_it", "--cluster", "h100x8"], "published model"),
     (["tiny", "--cluster", "h1000x8"], "unknown device"),
-    (["tiny", "--cluster", "h100"], "such as h100x256"),
+    (["tiny", "--cluster", "h100"], "such as h100x8"),
     (["Mixtral-8x7B", "--cluster", "h100x8"], "--batch"),
     (["tiny", "--cluster", "h100x4", "--load", "0.5"], "load"),
     (["tiny", "--cluster", "h100x4", "--load", "nan"], "--load nan"),
