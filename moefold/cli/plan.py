@@ -50,6 +50,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
     text = "tokens per sequence of a published model (default: 4096)"
     parser.add_argument("--seq", metavar="N", type=int, help=text)
+    text = "number format of a published model: bf16, fp8, mxfp8, nvfp4 … (default: the fastest)"
+    parser.add_argument("--precision", metavar="NAME", help=text)
     text = f"rows of the fullest expert rank over the mean (default: {DEFAULT_LOAD})"
     parser.add_argument("--load", metavar="X", type=float, default=DEFAULT_LOAD, help=text)
     text = "memory of each device (default: its nominal memory)"
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         parse_cluster(args.cluster, links),
         batch=args.batch,
         seq=args.seq,
+        precision=args.precision,
         load=args.load,
         memory_gb=args.memory,
         price=Price(args.price),

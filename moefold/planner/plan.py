@@ -35,6 +35,7 @@ from moefold.planner.search_space import (
     SearchSpace,
     full_space,
     offloading_space,
+    stated_recipe,
     trainable_space,
 )
 from moefold.planner.shortfall import Shortfall, find_shortfall, may_fit
@@ -52,6 +53,7 @@ from moefold.planner.time import StepTime, estimate_time
 from moefold.run import Run, load_run, recipes
 from moefold.spec.decoder import model_needs, with_multi_token
 from moefold.spec.quantised import legal_rows_setting
+from moefold.spec.tuning import tune
 
 GB = 1e9
 MAX_NUMBER = 1e18
@@ -281,6 +283,7 @@ def plan(
     *,
     batch: int | None = None,
     seq: int | None = None,
+    precision: str | None = None,
     load: float = DEFAULT_LOAD,
     memory_gb: float | None = None,
     faults: Faults | None = None,
@@ -295,12 +298,15 @@ def plan(
         cluster: device and number, such as ``h100x256``.
         batch: sequences per step over all devices; default is the run's.
         seq: tokens per sequence of a published model; default 4,096.
+        precision: number format of a published model's products, such as ``mxfp8`` or ``fp8``;
+            default is the fastest.
         load: rows of the fullest expert rank over the mean.
         memory_gb: memory of each device in GB; default is its nominal memory.
         faults: rate and cost of device failures.
         price: price of a device-hour.
         top: number of layouts to return.
-        overrides: ``path=value`` overrides of a run file.
+        overrides: ``path=value`` overrides of a run file; of a published model ``adapter=`` and
+            ``train.freeze=``.
 
     Raises:
         ValueError: the run, model or device does not exist, a published model has no batch, or a
@@ -312,7 +318,7 @@ def plan(
         cluster = parse_cluster(cluster)
     if memory_gb is not None:
         cluster = replace(cluster, device=with_memory(cluster.device, round(memory_gb * GB)))
-    task, layout, loaded = _resolve_task(run, cluster, batch, seq, load, overrides)
+    task, layout, loaded = _resolve_task(run, cluster, batch, seq, load, overrides, precision)
     require_recipe(cluster.device, task.number_formats.recipe)
     given, given_problem = _given_layout(task, layout)
     search = Search(task)
@@ -364,6 +370,7 @@ def _resolve_task(
     seq: int | None,
     load: float,
     overrides: Sequence[str],
+    precision: str | None = None,
 ) -> tuple[TrainingTask, Layout | None, Run | None]:
     """Return task, own layout and run of a run, or the task of a published model and None, None."""
     if isinstance(run, Run) and overrides:
@@ -371,6 +378,11 @@ def _resolve_task(
     if isinstance(run, Run) or Path(run).exists() or str(run) in recipes():
         if seq is not None:
             raise ValueError(f"seq {seq} is for published models; in a run override data.seq={seq}")
+        if precision is not None:
+            raise ValueError(
+                f"precision {precision} is for published models; in a run override "
+                "train.precision= or train.quantise="
+            )
         loaded = run if isinstance(run, Run) else load_run(run, overrides)
         task, layout = task_from_run(loaded, cluster, batch, load)
         # A recipe's steps are an example, not a length that somebody has asked about.
@@ -385,12 +397,11 @@ def _resolve_task(
             f"{run} is not a run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
             "published model" + (f"; similar names: {', '.join(similar)}" if similar else "")
         )
-    if overrides:
-        raise ValueError(f"{name} is a published model: it takes no override {overrides[0]}")
     if batch is None:
         raise ValueError(f"{name} is a published model: it needs --batch (sequences per step)")
-    task = task_from_model(published_model(name), cluster, batch, seq or DEFAULT_SEQ, load)
-    return task, None, None
+    recipe = None if precision is None else stated_recipe(precision, cluster.device)
+    task = task_from_model(published_model(name), cluster, batch, seq or DEFAULT_SEQ, load, recipe)
+    return replace(task, decoder=tune(task.decoder, overrides)), None, None
 
 
 def _given_layout(task: TrainingTask, layout: Layout | None) -> tuple[PlannedLayout | None, str]:

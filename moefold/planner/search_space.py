@@ -7,12 +7,13 @@ from functools import cached_property
 from itertools import chain, combinations, product
 from typing import cast, get_args
 
+from moefold.config.suggest import closest
 from moefold.layers.config import OffloadKind
 from moefold.mesh.pipeline import LAYERS, Stages
 from moefold.mesh.shares import divisors
 from moefold.parallel.config import StatePlacement
 from moefold.planner.case import Recipe
-from moefold.planner.hardware import Device
+from moefold.planner.hardware import Device, require_recipe
 from moefold.planner.layouts import DEVICE, THIRD_PARTY_DISPATCHERS, OptimizerOnHost
 from moefold.planner.task import TrainingTask
 from moefold.schedule.config import (
@@ -94,11 +95,14 @@ class SearchSpace:
 def full_space(task: TrainingTask) -> SearchSpace:
     """Return the space of all that can be planned for a task on its device."""
     trainable = trainable_space(task)
+    recipes = trainable.recipes
+    if not task.precision_stated:
+        recipes = candidate_recipes(task.cluster.device, task.number_formats.recipe)
     # Other packages' dispatchers need links between devices, of which PCIe has none.
     by_links = task.cluster.device.links != "pcie"
     space = replace(
         trainable,
-        recipes=candidate_recipes(task.cluster.device, task.number_formats.recipe),
+        recipes=recipes,
         dispatchers=DISPATCHERS if by_links else trainable.dispatchers,
     )
     if not task.cluster.device.host_bandwidth:
@@ -140,6 +144,25 @@ def candidate_recipes(device: Device, own: Recipe) -> tuple[Recipe, ...]:
     elif "fp8" in formats:
         recipes += ("fp8_block", "fp8_tensor")
     return tuple(dict.fromkeys(recipes))
+
+
+def stated_recipe(text: str, device: Device) -> Recipe:
+    """Return the recipe that a word means on a device: ``fp8`` is that of its own kind.
+
+    Raises:
+        ValueError: there is no such recipe, or the device has no units for it; the message names
+            the nearest one that it has.
+    """
+    word = text.lower()
+    if word == "fp8":
+        word = "mxfp8" if "mxfp8" in device.recipes else "fp8_block"
+    known = get_args(Recipe)
+    if word not in known:
+        nearest = closest(word, known)
+        hint = f"; nearest: {nearest}" if nearest else ""
+        raise ValueError(f"precision {text}: must be fp8 or one of {', '.join(known)}{hint}")
+    require_recipe(device, word)
+    return cast("Recipe", word)
 
 
 def _recomputes(task: TrainingTask) -> Iterator[Modules]:

@@ -76,6 +76,8 @@ class TrainingTask:
     """Tokens of the whole run; None if nobody has stated them."""
     micro_batch: int = 1
     """Sequences per micro-batch of the run."""
+    precision_stated: bool = False
+    """Whether layouts in other number formats are no answer."""
 
     def case(
         self, layout: Layout, micro_batch: int | None = None, recipe: Recipe | None = None
@@ -251,13 +253,32 @@ def task_from_model(
     batch: int,
     seq: int = DEFAULT_SEQ,
     load: float = DEFAULT_LOAD,
+    recipe: Recipe | None = None,
 ) -> TrainingTask:
-    """Return the pre-training task of a published model, in Megatron-Core where moefold does not
-    train all of its layers.
+    """Return the training task of a published model, in Megatron-Core where moefold does not train
+    all of its layers.
+
+    Args:
+        model: the model.
+        cluster: its devices are the ranks.
+        batch: sequences per step.
+        seq: tokens per sequence.
+        load: rows of the fullest expert rank over the mean.
+        recipe: the only number format of products; by default each that the device has.
     """
     notes = (f"assumed: {model.assumed}",) if model.assumed else ()
     decoder = with_multi_token(model.decoder, (MultiToken(),) * model.num_multi_token)
-    task = TrainingTask(model.name, decoder, seq, batch, cluster, load=load, notes=notes)
+    task = TrainingTask(
+        name=model.name,
+        decoder=decoder,
+        seq=seq,
+        batch=batch,
+        cluster=cluster,
+        number_formats=NumberFormats(recipe or "bf16"),
+        load=load,
+        notes=notes,
+        precision_stated=recipe is not None,
+    )
     if not task.untrained_kinds:
         return task
     note = "moefold does not train all layers of this model yet: planned as in Megatron-Core"

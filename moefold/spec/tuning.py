@@ -8,7 +8,10 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from moefold.config.errors import Violation
+import yaml
+
+from moefold.config.check import check
+from moefold.config.errors import RunError, Violation
 from moefold.config.suggest import closest
 from moefold.model.config import Decoder, LowRank, to_stacks
 from moefold.model.families.peft_reading import read_adapter
@@ -100,6 +103,41 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
         blocks.append(block.model_copy(update={"adapters": in_block}))
     changes = {"stacks": to_stacks(blocks), "adapters": adapters("", None)}
     return decoder.model_copy(update=changes)
+
+
+TUNING_KEYS = ("adapter", "train.freeze")
+"""Keys of a run file that :func:`tune` takes."""
+
+
+def tune(decoder: Decoder, overrides: Sequence[str]) -> Decoder:
+    """Return a decoder with the adapter or the frozen weights of overrides of a run file.
+
+    Raises:
+        ValueError: an override has another key or a value that does not fit the model.
+    """
+    adapter: Lora | None = None
+    frozen: tuple[str, ...] = ()
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key not in TUNING_KEYS:
+            keys = ", ".join(f"{name}=" for name in TUNING_KEYS)
+            raise ValueError(f"override {override} needs a run file; a model by name takes {keys}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"override {override} is not YAML: {error}") from None
+        if key == "adapter":
+            checked = check(Lora, value)
+            if checked.record is None:
+                raise RunError(checked.violations, source=override)
+            adapter = checked.record
+        else:
+            frozen = tuple(map(str, value if isinstance(value, list) else [value]))
+    if adapter is not None and frozen:
+        raise ValueError("train.freeze= is not used with adapter=, which freezes all other weights")
+    if violations := list(tuning_violations(decoder, frozen, adapter)):
+        raise RunError(violations, source="override")
+    return apply_tuning(decoder, frozen, adapter)
 
 
 def with_usual_adapter(decoder: Decoder) -> tuple[str, Decoder] | None:
