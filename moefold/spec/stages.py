@@ -52,9 +52,8 @@ def _block_weight(block: Block, hidden: int) -> float:
         for operation in spec.operations(hidden):
             total += 3 * _core_products(operation.core)
     if block.multi_token is not None:
-        total += (
-            _passes("join.weight" in block.frozen) * 2 * hidden**2
-        )  # the matrix that joins rows and embeddings
+        # The matrix that joins rows and embeddings.
+        total += _passes("join.weight" in block.frozen) * 2 * hidden**2
     return total
 
 
