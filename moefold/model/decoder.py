@@ -226,9 +226,8 @@ class DecoderModel(nn.Module):
         """
         rows = pack(texts) if cache is None else cache.next_rows(texts)
         rows = rows.to(self.head_weight.device)
-        x_TD, _ = self(
-            Flow(rows, self.precision_policy, training=False, cache=cache, dropless=True)
-        )
+        flow = Flow(rows, self.precision_policy, training=False, cache=cache, dropless=True)
+        x_TD, _ = self(flow)
         return linear(rows.gather_last(x_TD), self.head_operand())
 
     def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:
