@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -333,8 +334,10 @@ def plan(
         if {found.recipe for found in layouts} != {recipe}:
             same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
         trainable, trainable_problem = _trainable_layout(search, loaded)
-    if trainable is not None and not layouts:
-        layouts = (trainable,)
+    # Only the layouts of training try state and activations on the host in every form.
+    if trainable is not None:
+        fastest = layouts[0].step_time_s if layouts else inf
+        layouts = (trainable, *layouts)[:top] if trainable.step_time_s < fastest else layouts
     return Plan(
         task=task,
         given=given,

@@ -19,8 +19,8 @@ from moefold.planner.goodput import Faults
 FAST = ["--cluster", "h100x2", "--batch", "32"]
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main(["plan", *words, "--json"]) == 0
+def answer(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> dict:
+    assert main(["plan", *words, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -52,12 +52,22 @@ def test_what_training_cannot_execute_is_said_and_not_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The fastest fits by what training lacks alone: stripped of it, it would not."""
-    where = ["--cluster", "h100x1", "--memory", "700"]
+    where = ["--cluster", "h100x1", "--memory", "300"]
     assert main(["plan", "Mixtral-8x7B", *where, "--batch", "4"]) == 0
     said = capsys.readouterr().out
     assert "package: optimizer on the host" in said and "precision" not in said
     assert "no layout that training supports fits in bf16" in said and "train:" not in said
     assert "not fitted to moefold on a GPU" in said
+
+
+def test_what_training_executes_is_the_fastest_where_nothing_else_is_faster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """State on the host that the device updates is tried only for layouts of training."""
+    where = ["--cluster", "h100x1", "--memory", "520", "--batch", "4"]
+    found = answer(capsys, "Mixtral-8x7B", *where)
+    assert found["today"]["step_time_s"] == found["best"]["step_time_s"]
+    assert "updated by the device" in found["today"]["policies"]
 
 
 def test_a_layout_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +90,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_is_the_wall(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "olmoe_1b_7b", "--cluster", "h100x1", "--batch", "8", "--memory", "24")
+    where = ["--cluster", "h100x1", "--batch", "8", "--memory", "24"]
+    found = answer(capsys, "olmoe_1b_7b", *where, status=1)
+    assert found["nothing_fits"]["least_gb"] > 24
     assert not found["given"]["fits"] and found["given"]["binds"] == "memory"
     assert found["given"]["margin_gb"] < 0
 
