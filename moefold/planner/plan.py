@@ -326,14 +326,12 @@ def plan(
     recipe = task.number_formats.recipe
     layouts: tuple[PlannedLayout, ...] = ()
     same_format: tuple[PlannedLayout, ...] = ()
-    trainable = None
-    trainable_problem = _untrained_problem(task) or _nothing_fits(task)
-    if may_fit(search):
-        space = full_space(task)
+    space = full_space(task)
+    if may_fit(search, space):
         layouts = _search_layouts(search, space, top)
         if {found.recipe for found in layouts} != {recipe}:
             same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
-        trainable, trainable_problem = _trainable_layout(search, loaded)
+    trainable, trainable_problem = _trainable_layout(search, loaded)
     # Only the layouts of training try state and activations on the host in every form.
     if trainable is not None:
         fastest = layouts[0].step_time_s if layouts else inf
@@ -430,7 +428,7 @@ def _trainable_layout(search: Search, run: Run | None) -> tuple[PlannedLayout | 
         return None, problem
     # What is moved to the host takes time in each step: only where nothing else fits.
     for space in (trainable_space(task), offloading_space(task)):
-        for found in search.iter_fitting(space):
+        for found in search.iter_fitting(space) if may_fit(search, space) else ():
             layout = PlannedLayout(found.case, "search")
             if layout.unsupported:
                 continue

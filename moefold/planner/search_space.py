@@ -189,6 +189,7 @@ class Foldings:
 
     world: int
     layers: int
+    seq: int
     tp: tuple[int, ...]
     cp: tuple[int, ...]
     ep: tuple[int, ...]
@@ -206,12 +207,13 @@ class Foldings:
             possible = divisors(world) if units or axis in ("tp", "cp") else [1]
             sizes[axis] = tuple(n for n in possible if all(unit.allows(n) for unit in units))
         pp = tuple(size for size in divisors(world) if size <= model.layers)
-        return cls(world, model.layers, **sizes, pp=pp)
+        return cls(world, model.layers, task.seq, **sizes, pp=pp)
 
     @property
     def attention_grids(self) -> tuple[tuple[int, int], ...]:
-        """All legal (tp, cp)."""
-        return tuple((t, c) for t in self.tp for c in self.cp if self.world % (t * c) == 0)
+        """All legal (tp, cp) with a row of a sequence for each of their ranks."""
+        pairs = product(self.tp, self.cp)
+        return tuple((t, c) for t, c in pairs if self.world % (t * c) == 0 and t * c <= self.seq)
 
     def expert_grids(self, tp: int, cp: int) -> list[tuple[int, int]]:
         """Return every (ep, etp) that is legal with a (tp, cp)."""

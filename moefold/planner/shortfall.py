@@ -20,7 +20,7 @@ from moefold.spec.tuning import with_usual_adapter
 VERDICT_MARGIN = 1.1
 """Least memory over the limit beyond which no layout is searched for: least memory is that of
 balanced stages, and others can need a little less."""
-MAX_DOUBLINGS = 4
+MAX_DOUBLINGS = 2
 """Numbers of devices that are tried, each twice the one before."""
 SHOWN_PARTS = 3
 
@@ -57,12 +57,12 @@ def memory_limit(task: TrainingTask) -> float:
     return task.cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
 
 
-def may_fit(search: Search) -> bool:
-    """Return whether a search can find a layout that fits; False only if least memory is clearly
-    above the limit.
+def may_fit(search: Search, space: SearchSpace) -> bool:
+    """Return whether a search of a space can find a layout that fits; False only if its least
+    memory is clearly above the limit.
     """
     room = memory_limit(search.task) * VERDICT_MARGIN
-    return any(search.first_within(space, room) for space in _spaces(search.task))
+    return search.first_within(space.thrifty, room) is not None
 
 
 def find_shortfall(task: TrainingTask) -> Shortfall:

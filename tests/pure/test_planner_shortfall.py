@@ -68,8 +68,14 @@ def test_what_binds_is_the_largest_part() -> None:
 
 
 def test_a_task_that_fits_is_searched() -> None:
-    assert may_fit(Search(task("a100x4", 40.0)))
-    assert not may_fit(Search(task("a100x4", 5.0)))
+    for memory_gb, fits in ((40.0, True), (5.0, False)):
+        one = task("a100x4", memory_gb)
+        assert may_fit(Search(one), full_space(one)) is fits
+
+
+def test_more_devices_than_a_sequence_has_rows_are_searched() -> None:
+    one = replace(task("a100x64", 5.0, batch=64), seq=32)
+    assert Search(one).first_within(full_space(one).thrifty, 1.0) is None
 
 
 def test_the_status_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
