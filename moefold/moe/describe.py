@@ -32,8 +32,8 @@ from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 ROUTER_PASSES = 25
 """Reads and writes of a row of scores: scores, top-k, map, counts, balance."""
 SCORE_INPUTS = {"sqrt_softplus": 2}
-"""Tensors of the logits' shape that a score saves beside its result: the logits, and their softplus
-before the root."""
+"""Tensors of the logits' shape that a score saves beside its result, which every score's backward
+is assumed to read: the logits, and their softplus before the root."""
 SMALL_EXPERTS = 8
 SMALL_TOP_K = 4
 SMALL_GROUPS = 4

@@ -113,6 +113,7 @@ def by_class(model_type: str, config: dict[str, Any]) -> dict[str, Any] | None:
     from transformers import CONFIG_MAPPING
 
     given = {name: value for name, value in config.items() if name != "model_type"}
+    assert model_type in CONFIG_MAPPING, f"transformers has no class for {model_type}"
     try:
         return stripped(CONFIG_MAPPING[model_type](**given))
     except (StrictDataclassError, ValueError, TypeError, AttributeError):

@@ -68,6 +68,7 @@ def score_by_loop(logits: Sequence[float], kind: str) -> list[float]:
         return [v / sum(exps) for v in exps]
     if kind == "sigmoid":
         return [1 / (1 + math.exp(-v)) for v in logits]
+    assert kind == "sqrt_softplus", f"score_by_loop lacks {kind}"
     return [math.sqrt(math.log1p(math.exp(v))) for v in logits]
 
 
