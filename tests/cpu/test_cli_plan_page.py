@@ -110,3 +110,12 @@ def test_it_can_be_seen_at_two_sizes(
     corner = float(pixels[2, 2].mean())
     assert corner > 0.9 if theme == "light" else corner < 0.2
     assert len({tuple(p) for p in pixels[::4, ::4].reshape(-1, 3).round(2).tolist()}) > 20
+
+
+def test_where_nothing_fits_the_page_says_what_would(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    words = ["plan", "OLMoE-1B-7B", "--cluster", "rtx4090x1", "--batch", "8"]
+    assert main([*words, "--html", str(path)]) == 1
+    printed = browse(path, "--window-size=420,900", "--dump-dom")
+    shown = re.search(r"<main.*?</main>", printed, re.DOTALL)
+    assert shown and "Nothing fits" in shown[0] and "adapter={kind: lora" in shown[0]
