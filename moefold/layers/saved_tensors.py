@@ -233,7 +233,11 @@ class SavedTensors:
 
     @contextmanager
     def layer_hooks(self, layer: int = 0, num_layers: int = 1) -> Iterator[None]:
-        """While open, apply the policies to a layer of a chunk of ``num_layers`` layers."""
+        """While open, apply the policies to a layer of a chunk of ``num_layers`` layers.
+
+        Of what follows a chunk's layers, the last norm and multi-token layers, nothing is
+        offloaded: ``num_layers`` is 0.
+        """
         offloads = self._offload is not None and not self.recomputing and torch.is_grad_enabled()
         if offloads:
             self._layer = layer, num_layers

@@ -154,7 +154,7 @@ class DecoderModel(nn.Module):
         """Return the rows ``x_TD`` for the head: normed, and divided by ``logits_divisor``."""
         assert self.norm is not None, "the last norm is not on this rank"
         (x_TD,) = begin_unit(flow.unshard, "norm", x_TD)
-        with flow.saved_tensors.layer_hooks():
+        with flow.saved_tensors.layer_hooks(num_layers=0):
             (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
         return scaled(x_TD, 1 / self.record.logits_divisor)
 
@@ -177,7 +177,7 @@ class DecoderModel(nn.Module):
         for depth, (number, layer) in enumerate(blocks[: len(flow.shifted_rows)], 1):
             shifted = flow.shifted(depth)
             inputs = (x_TD if layer.reads == "residual" else normed_TD), self.start(shifted)
-            with flow.saved_tensors.layer_hooks():
+            with flow.saved_tensors.layer_hooks(num_layers=0):
                 inputs = begin_unit(flow.unshard, f"layers.{number}", *inputs)
                 predict = partial(layer.predict, flow=shifted)
                 outputs = flow.saved_tensors.run("block", predict, *inputs)

@@ -354,7 +354,7 @@ def test_so_it_is_of_every_policy_with_such_a_stage(kind: str) -> None:
     sizes = "pp2 vpp2"
     asked = [Asked(*one, sizes, kind, ahead=AHEAD[1], stages=stages) for one in pairs]
     block, policy, away = AWAY[0]
-    shape = f"E|t|{'t' * (4 * LEAVING - 1)}mm|L"
+    shape = f"Et|t|{'t' * (4 * LEAVING - 2)}mm|L"
     check([*asked, Asked(block, policy, sizes, kind, 0, 1, away, ahead=AHEAD[1], stages=shape)])
 
 
