@@ -15,8 +15,10 @@ SEQ = 4096
 
 def default_stages(decoder: Decoder, pp: int, vpp: int, mapping: StageMapping) -> Stages:
     """Return the stages of a decoder on ``pp`` ranks with ``vpp`` virtual stages each."""
-    weights = stage_weights(decoder)
-    return Stages.weighted(pp, vpp, weights, len(decoder.multi_token), mapping)
+    ahead = len(decoder.multi_token)
+    if pp == 1:  # one rank has all parts, whatever they weigh
+        return Stages.balanced(pp, vpp, decoder.layers, ahead, mapping)
+    return Stages.weighted(pp, vpp, stage_weights(decoder), ahead, mapping)
 
 
 def stage_weights(decoder: Decoder) -> StageWeights:
