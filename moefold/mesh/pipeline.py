@@ -145,7 +145,7 @@ class Stages:
         layers, first, last = weights
         even = cls.balanced(pp, vpp, len(layers), multi_token, mapping)
         rank = [rank_of_stage(k, pp, mapping) for k in range(pp * vpp)]
-        if pp == 1 or not layers:
+        if not layers:
             return even
         if vpp == 1:
             counts = lightest_split(layers, pp, first, last)

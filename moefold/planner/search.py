@@ -70,7 +70,7 @@ from moefold.planner.time_work import (
 from moefold.planner.untrained import AbsentLayer, make_block
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
-from moefold.spec.layer import Modules, Saved, Shape
+from moefold.spec.layer import Modules, Saved, Shape, as_layer_spec
 
 MEMORY_SLACK = 1.1
 """Memory of balanced stages over the limit at which stages of equal time are still tried."""
@@ -162,7 +162,12 @@ class Search:
         routed = [(block, n) for block, n in self.block_counts if has_routing(block.ffn)]
         # The time of shared experts depends on the attention grid, that of routed ones on theirs.
         self.moe_ffns = [
-            (b.ffn, b.ffn.model_copy(update={"shared": None}), frozen_weights(b, "ffn"), n)
+            (
+                b.ffn,
+                b.ffn.model_copy(update={"shared": None}),
+                frozen_weights(b, "ffn", as_layer_spec(b.ffn)),
+                n,
+            )
             for b, n in routed
         ]
         """MoE feed-forwards with shared experts and without, their frozen weights and numbers."""

@@ -37,7 +37,7 @@ from moefold.planner.time_work import (
     sublayer_work,
 )
 from moefold.spec.decoder import norm_names, sublayers
-from moefold.spec.layer import Shape
+from moefold.spec.layer import LayerSpec, Shape
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -150,7 +150,7 @@ def _block_time(
     num_norms = sum(len(norm_names(block, name)) for name, _ in sublayers(block))
     parts: dict[str, WorkTime] = {}
     for name, record in sublayers(block):
-        frozen = frozen_weights(block, name)
+        frozen = frozen_weights(block, name, record)
         times = _sublayer_parts(record, for_sublayer(shape, record), setting, frozen)
         for part, time in times.items():
             parts.setdefault(part, WorkTime()).add(time)
@@ -158,9 +158,8 @@ def _block_time(
     return _sum_parts(parts), parts
 
 
-def frozen_weights(block: Block, sublayer: str) -> frozenset[str]:
-    """Return the names, within a sublayer of a block, of its weights that are not trained."""
-    record = dict(sublayers(block))[sublayer]
+def frozen_weights(block: Block, sublayer: str, record: LayerSpec) -> frozenset[str]:
+    """Return the names, within a sublayer of a block with that record, of its frozen weights."""
     path = f"{record.prefix or sublayer}."
     return frozenset(w.removeprefix(path) for w in block.frozen if w.startswith(path))
 

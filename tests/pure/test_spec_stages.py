@@ -8,7 +8,7 @@ import pytest
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_violations
 from moefold.mesh.loads import leveled_split, lightest_split, rank_loads
-from moefold.mesh.pipeline import Stages, StageWeights, rank_of_stage
+from moefold.mesh.pipeline import StageMapping, Stages, StageWeights, rank_of_stage
 from moefold.model.config import Decoder, MultiToken
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
@@ -48,9 +48,9 @@ def test_the_lightest_split_is_exact() -> None:
 
 
 @pytest.mark.parametrize("way", ["round", "v"])
-def test_ranks_with_several_stages(way: str) -> None:
+def test_ranks_with_several_stages(way: StageMapping) -> None:
     """Dense layers that weigh half, or ends of three layers, are spread over the ranks."""
-    rank = [rank_of_stage(k, 2, way) for k in range(4)]  # type: ignore[arg-type]
+    rank = [rank_of_stage(k, 2, way) for k in range(4)]
     layers = [0.5] * 4 + [1.0] * 4
     counts = leveled_split(layers, [2, 2, 2, 2], rank, 0.0, 3.0)
     least = min(max(rank_loads(layers, s, rank, 0.0, 3.0)) for s in all_splits(8, 4))
