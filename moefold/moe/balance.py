@@ -67,7 +67,9 @@ class Observed:
 
     def valid(self, values_TX: Tensor) -> Tensor:
         """Return the rows without padding, which is last; sums are bitwise as without padding."""
-        return values_TX if self.rows.n_valid == self.rows.rows else values_TX[: self.rows.n_valid]
+        if self.rows.n_valid == self.rows.rows:
+            return values_TX
+        return values_TX[: self.rows.n_valid]
 
     @cached_property
     def partial_sums_PE(self) -> Tensor | None:
@@ -78,7 +80,8 @@ class Observed:
 
     def mean(self, values_T: Tensor) -> Tensor:
         """Return these rows' 0-d contribution to the mean over the micro-batch's valid tokens."""
-        return (sum_rows(self.valid(values_T), None, 1).sum() / self.population).to(values_T.dtype)
+        total = sum_rows(self.valid(values_T), None, 1).sum()
+        return (total / self.population).to(values_T.dtype)
 
     @property
     def segment_T(self) -> Tensor | None:
@@ -197,11 +200,13 @@ class QuantileUpdate(Update):
         rows = flow.rows
         assert bias_E is not None
         best_TK = select(scores_TE, record.top_k + 1, bias_E=bias_E, groups=record.groups)
-        next_T1 = (scores_TE + bias_E).gather(1, best_TK[:, -1:])
-        margin_TE = torch.where(rows.valid_T[:, None], scores_TE - next_T1, -torch.inf)
+        next_T1 = (scores_TE + bias_E).gather(1, best_TK[:, -1:])  # the (K+1)-th largest
+        valid_T1 = rows.valid_T[:, None]
+        margin_TE = torch.where(valid_T1, scores_TE - next_T1, -torch.inf)
         all_TE = gather(margin_TE, flow.world.group("tp_cp")).flatten(0, 1)
         per_expert = rows.population * record.top_k // record.choices
-        return -all_TE.topk(per_expert + 1, dim=0).values[-1]
+        largest = all_TE.topk(per_expert + 1, dim=0).values
+        return -largest[-1]
 
     @torch.no_grad()
     def __call__(self, router: TopKRouter, counters: "Counters") -> None:
@@ -210,7 +215,9 @@ class QuantileUpdate(Update):
         total_E = counters.target_sums_X[:-1]
         number = counters.target_sums_X[-1]
         mean_E = total_E.float() * UNIT / number.clamp(min=1)
-        router.selection_bias.lerp_(mean_E, self.rate * (number > 0).float())
+        # Without a target the bias stays.
+        weight = self.rate * (number > 0).float()
+        router.selection_bias.lerp_(mean_E, weight)
 
 
 class Counters(ExactBuffers):
@@ -273,7 +280,8 @@ class Counters(ExactBuffers):
         self.probability_E.add_(observed.valid(observed.probability_TE).sum(0))
         if by_rank_DE is None:
             return None
-        cumulative_E = self.plain_E + by_rank_DE[: rank + 1].sum(0)
+        up_to_rank_E = by_rank_DE[: rank + 1].sum(0)
+        cumulative_E = self.plain_E + up_to_rank_E
         self.plain_E.add_(by_rank_DE.sum(0))
         return cumulative_E
 
@@ -288,15 +296,17 @@ class Balance(nn.Module):
         super().__init__()
         self.record = record
         parts = [build(part) for part in record.balance]
+        terms = [part for part in parts if isinstance(part, Term)]
         # Terms with coefficient 0 are not computed.
-        self.terms = tuple(p for p in parts if isinstance(p, Term) and p.coefficient > 0)
-        self.updates = tuple(p for p in parts if isinstance(p, Update))
+        self.terms = tuple(term for term in terms if term.coefficient > 0)
+        self.updates = tuple(part for part in parts if isinstance(part, Update))
         self._target_updates = [part for part in self.updates if part.uses_target]
         self.counters = Counters(record.router.choices, bool(self._target_updates))
         for part in parts:
             if not isinstance(part, Term | Update):
                 raise TypeError(f"{type(part).__name__} is neither a balance Term nor an Update")
-        self._populations = tuple(dict.fromkeys(t.over for t in self.terms if t.over is not None))
+        populations = [term.over for term in self.terms if term.over is not None]
+        self._populations = tuple(dict.fromkeys(populations))
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -355,8 +365,9 @@ class Balance(nn.Module):
                 by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
             cumulative_E = counters.add(source, routed, load_E, by_rank_DE, ranks.index)
             for update in self._target_updates if flow.rows.population else ():
-                target_E = update.target(routed, self.record.router, flow).nan_to_num() / UNIT
-                counters.target_sums_X[:-1].add_(target_E.round().to(torch.int64))
+                target_E = update.target(routed, self.record.router, flow).nan_to_num()
+                units_E = (target_E / UNIT).round()
+                counters.target_sums_X[:-1].add_(units_E.to(torch.int64))
                 counters.target_sums_X[-1:].add_(1)
         if cumulative_E is not None:
             counts["global_batch"] = cumulative_E[None]
@@ -381,8 +392,10 @@ class Balance(nn.Module):
             counts_NE = count_choices(plain_TK, segment_T, populations, experts)
         if ranks.size > 1:
             counts_NE = sum_(counts_NE.clone(), ranks)
-        # The counts of segments add up to those of the micro-batch.
-        total_1E = counts_NE if len(counts_NE) == 1 else counts_NE.sum(0, keepdim=True)
+        total_1E = counts_NE
+        if len(counts_NE) > 1:
+            # The counts of segments add up to those of the micro-batch.
+            total_1E = counts_NE.sum(0, keepdim=True)
         return {kind: counts_NE, "micro_batch": total_1E}
 
     @torch.no_grad()
@@ -399,13 +412,16 @@ class Balance(nn.Module):
         total = counters.load_E.sum().clamp(min=1)
         sent = counters.sent_E.sum() / total
         probability_E = counters.probability_E / counters.probability_E.sum().clamp(min=1e-9)
+        share_E = load_E / total
+        max_over_mean = load_E.max() * load_E.shape[0] / total
+        drop_rate = torch.where(load_E.sum() > 0, 1 - sent, 0)
         figures = {
-            "load": (load_E / total).float(),
-            "load_max_over_mean": (load_E.max() * load_E.shape[0] / total).float(),
+            "load": share_E.float(),
+            "load_max_over_mean": max_over_mean.float(),
             "dead_experts": (load_E == 0).sum(),
-            "load_entropy": _normalised_entropy(load_E / total),
+            "load_entropy": _normalised_entropy(share_E),
             "probability_entropy": _normalised_entropy(probability_E),
-            "drop_rate": torch.where(load_E.sum() > 0, 1 - sent, 0),
+            "drop_rate": drop_rate,
         }
         bias_E = router.selection_bias
         if bias_E is not None:
@@ -422,7 +438,8 @@ def sum_counters(balances: Sequence[Balance], ranks: Group) -> None:
         parts = [getattr(balance.counters, name) for balance in balances]
         flat = torch.cat([part.reshape(-1) for part in parts])
         sum_(flat, ranks)
-        for part, summed in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+        sizes = [part.numel() for part in parts]
+        for part, summed in zip(parts, flat.split(sizes), strict=True):
             part.copy_(summed.view_as(part))
 
 
@@ -453,5 +470,8 @@ def count_choices(
 
 def _normalised_entropy(fraction_E: Tensor) -> Tensor:
     experts = fraction_E.shape[0]
-    one = torch.ones((), device=fraction_E.device)
-    return torch.special.entr(fraction_E).sum() / log(experts) if experts > 1 else one
+    if experts == 1:
+        # The logarithm of one expert is 0.
+        return torch.ones((), device=fraction_E.device)
+    entropy = torch.special.entr(fraction_E).sum()
+    return entropy / log(experts)

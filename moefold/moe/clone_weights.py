@@ -35,7 +35,8 @@ def append_clones(
     pieces_EN = _exchange_evenly(_split_pieces(values, ranks.size), ranks, label)
     expert_R = expert_Ps.flatten().clamp(max=pieces_EN.shape[0] - 1)
     received = _exchange_evenly(pieces_EN.index_select(0, expert_R), ranks, label)
-    clones = _join_pieces(received, slots, [value.shape[1:] for value in values])
+    shapes = [value.shape[1:] for value in values]
+    clones = _join_pieces(received, slots, shapes)
     return tuple(torch.cat(pair) for pair in zip(values, clones, strict=True))
 
 
@@ -51,7 +52,8 @@ def reduce_clone_gradients(
     for expert_s, sent in zip(expert_Ps.unbind(), received.chunk(ranks.size), strict=True):
         total_EN.index_add_(0, expert_s, sent)  # rank by rank: deterministic
     own = _exchange_evenly(total_EN[:experts], ranks, label)
-    return _join_pieces(own, experts // ranks.size, [grad.shape[1:] for grad in gradients])
+    shapes = [grad.shape[1:] for grad in gradients]
+    return _join_pieces(own, experts // ranks.size, shapes)
 
 
 def _exchange_evenly(rows: Tensor, ranks: Group, label: str | None) -> Tensor:
@@ -62,17 +64,18 @@ def _exchange_evenly(rows: Tensor, ranks: Group, label: str | None) -> Tensor:
 def _split_pieces(values: Sequence[Tensor], ranks: int) -> Tensor:
     """Return the pieces [P * n, N] of n experts' weights, ordered by rank."""
     flat = torch.cat([value.flatten(1) for value in values], 1)
-    flat = pad(flat, (0, -flat.shape[1] % ranks))
+    missing = -flat.shape[1] % ranks
+    flat = pad(flat, (0, missing))
     return flat.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def _join_pieces(pieces: Tensor, number: int, shapes: Sequence[Size]) -> list[Tensor]:
     """Assemble ``number`` weights of each shape from their pieces."""
     sizes = [shape.numel() for shape in shapes]
-    flat = pieces.unflatten(0, (-1, number)).transpose(0, 1).flatten(1)[:, : sum(sizes)]
-    return [
-        part.unflatten(1, shape) for part, shape in zip(flat.split(sizes, 1), shapes, strict=True)
-    ]
+    padded = pieces.unflatten(0, (-1, number)).transpose(0, 1).flatten(1)
+    flat = padded[:, : sum(sizes)]
+    parts = flat.split(sizes, 1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class CloneGradients(Function):
@@ -98,7 +101,8 @@ class CloneGradients(Function):
         ctx.masters = masters
         ctx.label = ranks.recorder.label
         slots = expert_Ps.shape[1]
-        stand_ins = [w.new_zeros(()).expand(w.shape[0] + slots, *w.shape[1:]) for w in masters]
+        rows = masters[0].shape[0] + slots
+        stand_ins = [w.new_zeros(()).expand(rows, *w.shape[1:]) for w in masters]
         trained = ctx.needs_input_grad[3:]
         pairs = zip(stand_ins, trained, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, needed in pairs if not needed))
@@ -114,15 +118,20 @@ class CloneGradients(Function):
         results: list[Tensor | None] = [None] * len(masters)
         own = masters[0].shape[0]
         present = [grad for grad in gradients if grad is not None]
-        sums = reduce_clone_gradients(
-            [grad[own:] for grad in present], expert_Ps, own * ctx.ranks.size, ctx.ranks, ctx.label
-        )
+        of_clones = [grad[own:] for grad in present]
+        experts = own * ctx.ranks.size
+        sums = reduce_clone_gradients(of_clones, expert_Ps, experts, ctx.ranks, ctx.label)
         for i, grad, clones in zip(indices, present, sums, strict=True):
-            results[i] = ctx.sink.deliver(masters[i], precomputed(grad[:own] + clones))
+            total = precomputed(grad[:own] + clones)
+            results[i] = ctx.sink.deliver(masters[i], total)
         return None, None, None, *results
 
 
 def leaf_operands(weights: Sequence[Operand]) -> list[Operand]:
     """Return the weights, each followed by A and B of its adapter if it has one."""
-    low = [() if w.low_rank is None else (w.low_rank.a, w.low_rank.b) for w in weights]
-    return [leaf for pair in zip(weights, low, strict=True) for leaf in (pair[0], *pair[1])]
+    leaves = []
+    for weight in weights:
+        leaves.append(weight)
+        if weight.low_rank is not None:
+            leaves += (weight.low_rank.a, weight.low_rank.b)
+    return leaves

@@ -55,8 +55,10 @@ def plan_clones(experts_TK: Tensor, experts: int, record: Clones, world: World) 
 def quotas(counts_E: Tensor, ranks: int, record: Clones) -> Tensor:
     """Return int64 [E, P]: the rows of each expert that each rank computes."""
     owned_EP = _owner_mask(counts_E, ranks)
+    unit = 1000 * ranks
     cap_C = counts_E.new_tensor(CAPS) * counts_E.sum()
-    cap_C = cap_C.add(1000 * ranks - 1).div(1000 * ranks, rounding_mode="floor")
+    # Rounded up to whole rows.
+    cap_C = cap_C.add(unit - 1).div(unit, rounding_mode="floor")
     start_EP = torch.where(owned_EP, counts_E[:, None], 0)
     quota_CEP = start_EP.expand(len(CAPS), -1, -1)
     for _ in range(ITERATIONS):
@@ -79,12 +81,14 @@ def _move_rows(quota_CEP: Tensor, owned_EP: Tensor, cap_C: Tensor, record: Clone
     clone_CEP = (quota_CEP > 0) & ~owned_EP
     free_CP = record.slots - clone_CEP.sum(1)
     over_CP = (load_CP - cap_C[:, None]).clamp(min=0)
-    own_CPe = torch.where(owned_EP, quota_CEP, 0).sum(2).unflatten(1, (ranks, -1))
+    own_CE = torch.where(owned_EP, quota_CEP, 0).sum(2)
+    own_CPe = own_CE.unflatten(1, (ranks, -1))
     big_CPe, index_CPe = own_CPe.sort(dim=2, descending=True, stable=True)
     before_CPe = big_CPe.cumsum(2) - big_CPe
     surplus_CPe = (over_CP[:, :, None] - before_CPe).clamp(min=0).minimum(big_CPe)
     surplus_CE = torch.zeros_like(surplus_CPe).scatter_(2, index_CPe, surplus_CPe).flatten(1)
-    room_CP = torch.where(free_CP > 0, (cap_C[:, None] - load_CP).clamp(min=0), 0)
+    below_CP = (cap_C[:, None] - load_CP).clamp(min=0)
+    room_CP = torch.where(free_CP > 0, below_CP, 0)
     move_CEP = _overlaps(surplus_CE, room_CP)
     # Slots go to the largest of the moves that need one.
     new_CEP = (move_CEP > 0) & ~clone_CEP
@@ -93,7 +97,8 @@ def _move_rows(quota_CEP: Tensor, owned_EP: Tensor, cap_C: Tensor, record: Clone
     order_CEP = by_size.argsort(dim=1, stable=True)
     fits_CEP = (order_CEP < free_CP[:, None]) & (move_CEP >= record.least_rows)
     move_CEP = torch.where(fits_CEP | ~new_CEP, move_CEP, 0)
-    return quota_CEP + move_CEP - torch.where(owned_EP, move_CEP.sum(2, keepdim=True), 0)
+    given_CE1 = move_CEP.sum(2, keepdim=True)
+    return quota_CEP + move_CEP - torch.where(owned_EP, given_CE1, 0)
 
 
 def _overlaps(surplus_CE: Tensor, room_CP: Tensor) -> Tensor:
@@ -102,8 +107,10 @@ def _overlaps(surplus_CE: Tensor, room_CP: Tensor) -> Tensor:
     room, taker = room_CP.sort(dim=1, descending=True, stable=True)
     sent = surplus.cumsum(1)
     taken = room.cumsum(1)
+    sent_before = sent - surplus
+    taken_before = taken - room
     ends_CEP = torch.minimum(sent[:, :, None], taken[:, None])
-    starts_CEP = torch.maximum((sent - surplus)[:, :, None], (taken - room)[:, None])
+    starts_CEP = torch.maximum(sent_before[:, :, None], taken_before[:, None])
     overlap_CEP = (ends_CEP - starts_CEP).clamp(min=0)
     index_E = giver.argsort(dim=1)[:, :, None]
     index_P = taker.argsort(dim=1)[:, None]
@@ -146,6 +153,8 @@ def send_counts(counts_XE: Tensor, quota_EP: Tensor, sender: int) -> Tensor:
     start_E = end_E - remaining_XE[sender]
     from_EP = to_EP - free_EP
     ends_EP = torch.minimum(end_E[:, None], to_EP)
-    count_EP = (ends_EP - torch.maximum(start_E[:, None], from_EP)).clamp(min=0)
-    count_EP[:, sender // slices] += own_PSE[sender // slices, sender % slices]
+    starts_EP = torch.maximum(start_E[:, None], from_EP)
+    count_EP = (ends_EP - starts_EP).clamp(min=0)
+    own_rank = sender // slices
+    count_EP[:, own_rank] += own_PSE[own_rank, sender % slices]
     return count_EP

@@ -164,7 +164,8 @@ class Router(Record):
         size = self.experts // groups.count
         if self.top_k > size * groups.keep:
             rule = f"keep * experts per group ({size}) must be at least top_k ({self.top_k})"
-            yield Violation(("groups", "keep"), groups.keep, rule, -(-self.top_k // size))
+            least = -(-self.top_k // size)
+            yield Violation(("groups", "keep"), groups.keep, rule, least)
         if groups.score == "sum_best" and groups.best > size:
             rule = f"must be at most experts per group ({size})"
             yield Violation(("groups", "best"), groups.best, rule, size)
@@ -303,7 +304,8 @@ class Capacity(Record):
 
         The factor is read as a decimal fraction: 1.1 * 50 is 55, where binary floats lead to 56.
         """
-        return ceil(Fraction(str(self.factor)) * tokens * top_k / experts)
+        factor = Fraction(str(self.factor))
+        return ceil(factor * tokens * top_k / experts)
 
 
 class Shared(Record):
@@ -452,8 +454,9 @@ class Moe(MoeSpec):
 
         Routing weight and auxiliary loss then do not depend on the logits; other terms may.
         """
-        single = self.router.choices == 1 and self.router.score == "softmax"
-        if single and all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):
+        if self.router.choices != 1 or self.router.score != "softmax":
+            return
+        if all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):
             yield "router.weight", "a softmax over one expert is always 1"
 
     def rules(self) -> Iterator[Violation]:

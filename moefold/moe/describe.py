@@ -88,21 +88,16 @@ class MoeSpec(LayerSpec):
             yield Weight("router.bias", (choices,), (), "router", product=False)
         for weight in self.router.weights(hidden):
             yield replace(weight, name=f"router.{weight.name}", category="router")
+        part = "experts"
         shape = (number, *gates, width, inner)
-        yield Weight("experts.w_in", shape, ((0, experts), (len(gates) + 1, columns)), "experts")
-        yield Weight(
-            "experts.w_out",
-            (number, inner, width),
-            ((0, experts), (2, columns)),
-            "experts",
-            start="output",
-        )
+        cuts_in = ((0, experts), (len(gates) + 1, columns))
+        cuts_out = ((0, experts), (2, columns))
+        yield Weight("experts.w_in", shape, cuts_in, part)
+        yield Weight("experts.w_out", (number, inner, width), cuts_out, part, start="output")
         if self.expert_bias:
-            part = "experts"
             shape = (number, *gates, width)
-            cuts = ((0, experts), (len(gates) + 1, columns))
             small: dict[str, Any] = {"product": False, "summed": True, "start": "zeros"}
-            yield Weight("experts.in_bias", shape, cuts, part, **small)
+            yield Weight("experts.in_bias", shape, cuts_in, part, **small)
             yield Weight("experts.out_bias", (number, inner), ((0, experts),), part, **small)
         if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "experts")
@@ -130,8 +125,9 @@ class MoeSpec(LayerSpec):
         # Scores are fp32: each pass moves twice the bytes of a bf16 feature.
         passes = 2 * ROUTER_PASSES
         scores = Traffic(router.choices, passes, passes, "own")
-        further = (f"router.{weight.name}" for weight in router.weights(hidden) if weight.product)
-        matmuls = tuple(Matmul((name,), "own") for name in ("router.weight", *further))
+        read = [weight for weight in router.weights(hidden) if weight.product]
+        names = ["router.weight", *(f"router.{weight.name}" for weight in read)]
+        matmuls = tuple(Matmul((name,), "own") for name in names)
         yield Operation("router", matmuls, traffic=(scores,), launches=15, wide=True)
         products = (Matmul(("experts.w_in",), "routed"), Matmul(("experts.w_out",), "routed"))
         yield Operation("experts", products)
@@ -161,7 +157,9 @@ class MoeSpec(LayerSpec):
         if not self.has_expert_variant:
             return ()
         columns = self._expert_units()[1]
-        return (Traffic(self.width, 24, 40, "routed", columns), Traffic(hidden, 5, 5, "routed"))
+        activation = Traffic(self.width, 24, 40, "routed", columns)
+        weighting = Traffic(hidden, 5, 5, "routed")
+        return activation, weighting
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield residual and normed rows, routing, experts' inputs and pre-activations."""
@@ -246,7 +244,8 @@ class MoeSpec(LayerSpec):
         if shape.clones:
             indices = chosen + shape.ep * shape.clones
             # Plus a stand-in for the master of each weight.
-            size = indices * INDEX + (4 if self.expert_bias else 2) * STATISTIC
+            weights = 4 if self.expert_bias else 2
+            size = indices * INDEX + weights * STATISTIC
             yield Saved("clones", size, saved=False, module="moe")
         local = router.experts // shape.ep + shape.clones
         part = Saved("offsets", local * 4, saved=shape.separate_exchanges, module="moe")
@@ -285,15 +284,17 @@ class MoeSpec(LayerSpec):
         if groups and router.experts % count:
             count = groups.count
         # Both ep and the groups divide the number of experts.
-        experts = max(round_up(min(router.experts, SMALL_EXPERTS), lcm(by.ep, count)), top_k)
-        experts = round_up(experts, lcm(by.ep, count))
+        unit = lcm(by.ep, count)
+        few_experts = round_up(min(router.experts, SMALL_EXPERTS), unit)
+        experts = round_up(max(few_experts, top_k), unit)
         small: dict[str, Any] = {"experts": experts, "top_k": top_k}
         if router.idle_experts is not None:
             few = {name: min(number, 2) for name, number in router.idle_experts}
             small["idle"] = router.idle_experts.model_copy(update=few)
         if groups is not None:
             size = experts // count
-            keep = max(1, groups.keep * count // groups.count, -(-top_k // size))
+            least = -(-top_k // size)
+            keep = max(1, groups.keep * count // groups.count, least)
             kept = {"count": count, "keep": min(keep, count), "best": min(groups.best, size)}
             small["groups"] = groups.model_copy(update=kept)
         changed: dict[str, Any] = {"width": round_up(SMALL_WIDTH, by.etp)}

@@ -86,11 +86,10 @@ class Experts(Adaptable):
         Saves for backward: ``x_RD``, the routing and, unless recomputed, the pre-activation.
         """
         if self.narrow:
+            parameters = [(getattr(self, name), narrow) for name, narrow in self.narrow.items()]
             codes_in, codes_out = (
-                flow.narrow_operand(getattr(self, name), narrow, groups=1)
-                for name, narrow in self.narrow.items()
+                flow.narrow_operand(parameter, narrow, groups=1) for parameter, narrow in parameters
             )
-
             narrow = self.narrow["w_in"]
             hidden = narrow.recipe.hidden_format
             first_expert = narrow.first_expert or 0
@@ -102,8 +101,10 @@ class Experts(Adaptable):
             return flow.saved_tensors.run("experts", experts, x_RD, probs_R)
         number_R = self._dropout_numbers(offs_E, row_number_R)
         sink = flow.sink
-        w_in, w_out = (self.operand(name, flow, None, number_R) for name in ("w_in", "w_out"))
-        biases = [flow.operand(b, b.dtype) for b in (self.in_bias, self.out_bias) if b is not None]
+        w_in = self.operand("w_in", flow, None, number_R)
+        w_out = self.operand("w_out", flow, None, number_R)
+        present = [bias for bias in (self.in_bias, self.out_bias) if bias is not None]
+        biases = [flow.operand(bias, bias.dtype) for bias in present]
         if clones is not None:
             w_in, w_out, *biases = self._with_clones(clones, biases, flow)
             sink = AUTOGRAD_SINK
@@ -111,11 +112,12 @@ class Experts(Adaptable):
         recompute = flow.saved_tensors.recomputes("experts")
         # The library's product may not support the adapter's rank as a width.
         name = "auto" if self._kernel == "grouped" else self._kernel
-        dims = [
-            size for low in (w_in.low_rank, w_out.low_rank) if low for size in low.a.value.shape[1:]
-        ]
-        kernel = choose_kernel(name, x_RD.dtype, *dims, device=x_RD.device) if dims else None
-        adapters = None if kernel is None else grouped_products(kernel, offs_E)
+        low_ranks = [low for low in (w_in.low_rank, w_out.low_rank) if low]
+        dims = [size for low in low_ranks for size in low.a.value.shape[1:]]
+        adapters = None
+        if dims:
+            kernel = choose_kernel(name, x_RD.dtype, *dims, device=x_RD.device)
+            adapters = grouped_products(kernel, offs_E)
         form = self._form(offs_E, biases, flow)
         with flow.saved_tensors.scope("experts", row_ends=offs_E):
             return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, recompute, adapters, form)

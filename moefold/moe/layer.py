@@ -55,11 +55,9 @@ class MoeFfn(nn.Module):
         if record.latent is not None:
             self.down = Linear(hidden, inner)
             self.up = Linear(inner, hidden)
-        self.shared = (
-            None
-            if record.shared is None
-            else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
-        )
+        self.shared: SwiGlu | None = None
+        if record.shared is not None:
+            self.shared = SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         self._two_way = record.shared is not None and record.shared.two_way
         self.idle = IdleExperts(record.router, hidden) if record.router.idle_experts else None
         self.balance = Balance(record)
@@ -98,7 +96,9 @@ class MoeFfn(nn.Module):
             if self.down is not None:
                 inner_TL = self.down(rows.x_TD, flow)
         values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]
-        terms_N = torch.cat(values) if len(values) > 1 else values[0]
+        terms_N = values[0]
+        if len(values) > 1:
+            terms_N = torch.cat(values)
         return RoutedRows(*rows, terms_N, weights_TK, routed.sent_TK, inner_TL)
 
     def dispatch(self, rows: RoutedRows, flow: Flow) -> DispatchedRows:

@@ -83,12 +83,15 @@ class RoundRobinRouter(TopKRouter):
         if skew:
             token_T = context.rows.token_T
             key = (SKEW, context.layer)
-            odds_1E, drawn_TE = (
-                chance(ids, range(experts), key, word).to(scores_TE.dtype).clamp_min_(2.0**-17)
-                for word, ids in enumerate((torch.zeros_like(token_T[:1]), token_T))
-            )
+            first_1 = torch.zeros_like(token_T[:1])
+            odds_1E = chance(first_1, range(experts), key, 0)
+            drawn_TE = chance(token_T, range(experts), key, 1)
+            # Away from 0, whose logarithm is infinite.
+            odds_1E = odds_1E.to(scores_TE.dtype).clamp_min_(2.0**-17)
+            drawn_TE = drawn_TE.to(scores_TE.dtype).clamp_min_(2.0**-17)
             # Gumbel-max trick: the top of log-odds plus Gumbel noise is a draw by the odds.
-            drawn_TE = torch.special.ndtri(odds_1E) * skew - drawn_TE.log().neg_().log_()
+            log_odds_1E = torch.special.ndtri(odds_1E) * skew
+            drawn_TE = log_odds_1E - drawn_TE.log().neg_().log_()
             return select(drawn_TE, top_k, valid_T=context.valid_T)
         place_K = torch.arange(top_k, device=scores_TE.device)
         chosen_TK = (context.rows.token_T[:, None] * top_k + place_K) % experts

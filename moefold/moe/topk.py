@@ -79,7 +79,8 @@ def capacity_mask(
     top_k = experts_TK.shape[1]
     # Stable sorts from the least significant key to the most: token, weight, expert.
     row_T = token_T.argsort(stable=True)
-    copy_C = (row_T[:, None] * top_k + torch.arange(top_k, device=row_T.device)).flatten()
+    entry_K = torch.arange(top_k, device=row_T.device)
+    copy_C = (row_T[:, None] * top_k + entry_K).flatten()
     if weights_TK is not None:
         weight_C = weights_TK.flatten().index_select(0, copy_C)
         copy_C = copy_C.index_select(0, weight_C.argsort(descending=True, stable=True))
@@ -87,11 +88,9 @@ def capacity_mask(
     first_C = torch.searchsorted(expert_C, expert_C)
     rank_C = torch.arange(expert_C.shape[0], device=expert_C.device) - first_C
     stays_C = (rank_C < limit) & (expert_C < experts)
-    return (
-        torch.zeros_like(stays_C)
-        .scatter_(0, copy_C.index_select(0, order_C), stays_C)
-        .view_as(experts_TK)
-    )
+    copy_C = copy_C.index_select(0, order_C)
+    kept_C = torch.zeros_like(stays_C).scatter_(0, copy_C, stays_C)
+    return kept_C.view_as(experts_TK)
 
 
 @torch.no_grad()

@@ -72,8 +72,8 @@ PLANTS = (
         "a coefficient of zero still makes a term",
         BALANCE + "test_a_coefficient_of_zero_is_a_term_that_is_not_there",
         "moe/balance.py",
-        "isinstance(p, Term) and p.coefficient > 0)",
-        "isinstance(p, Term))",
+        "tuple(term for term in terms if term.coefficient > 0)",
+        "tuple(terms)",
     ),
     Plant(
         "terms run in evaluation too",

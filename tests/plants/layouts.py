@@ -66,7 +66,7 @@ PLANTS = (
         "the mean that terms from outside take is that of the rows here",
         EXAMPLES + "test_an_example_computes_in_a_layout_what_one_rank_does",
         "moe/balance.py",
-        "(sum_rows(self.valid(values_T), None, 1).sum() / self.population)",
+        "(total / self.population)",
         "self.valid(values_T).mean()",
     ),
     Plant(

@@ -133,7 +133,7 @@ PLANTS = (
         "the kept counts of the step so far go on counting",
         BALANCE + "test_the_step_so_far_is_the_one_of_the_first_run",
         "moe/balance.py",
-        "cumulative_E = self.plain_E + by_rank_DE[: rank + 1].sum(0)",
+        "cumulative_E = self.plain_E + up_to_rank_E",
         "cumulative_E = self.plain_E",
     ),
     Plant(

@@ -36,7 +36,8 @@ class AllGatherDispatch(Dispatcher[AllGather]):
         counts_PSC = gather_counts(torch.cat([rows_1, copies_P]), world)
         rows_PS = counts_PSC[..., 0]
         copies_PS = counts_PSC[..., 1 + ep.index]
-        *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))()
+        counts = torch.cat([rows_PS.flatten(), copies_PS.sum()[None]])
+        *rows, copies = host_counts(counts)()
         gathered = self.exchange_tokens(tokens, partial(gather_rows, group=ranks, counts=rows))
         slots_AK = gathered.experts_TK - ep.index * per_rank
         local_AK = (slots_AK >= 0) & (slots_AK < per_rank)

@@ -75,7 +75,8 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
         order, rank_TK = sort_tokens(tokens, per_rank, ep.size)
         copies_P = count(rank_of_expert(tokens.experts_TK, per_rank), ep.size)
         counts = gather_counts(torch.cat([order.counts_B, copies_P]), world)
-        rows_PS, copies_PS = counts.unflatten(2, (2, -1))[:, :, :, ep.index].unbind(2)
+        counts_PS2P = counts.unflatten(2, (2, -1))
+        rows_PS, copies_PS = counts_PS2P[..., ep.index].unbind(2)
         parts = [order.counts_B, rows_PS.t().flatten(), copies_PS.sum()[None]]
         *numbers, copies = host_counts(torch.cat(parts))()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)

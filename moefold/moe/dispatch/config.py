@@ -97,8 +97,9 @@ class TwoLevel(Dispatch):
     def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """Require that ``node`` divides ``ep``."""
         if sizes.ep % self.node:
+            rule = f"must divide ep ({sizes.ep})"
             nearest = max(d for d in range(1, min(self.node, sizes.ep) + 1) if sizes.ep % d == 0)
-            yield Violation(("node",), self.node, f"must divide ep ({sizes.ep})", nearest)
+            yield Violation(("node",), self.node, rule, nearest)
 
 
 @DISPATCH.register
@@ -197,7 +198,8 @@ class Spread(FixedShape):
 
     def saved_indices(self, sizes: Sizes) -> int:
         """Return the indices of both hops."""
-        return super().saved_indices(sizes) + 2 * sizes.ep * self.dealt_rows(sizes.ep)
+        dealt = sizes.ep * self.dealt_rows(sizes.ep)
+        return super().saved_indices(sizes) + 2 * dealt
 
 
 class ThirdParty(Dispatch):

@@ -84,13 +84,15 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         buffer_type = self._module.HybridEPBuffer
         group = world.group("ep")
         hidden = x_XD.shape[1]
-        return world.cached(
-            (buffer_type, hidden, self._experts),
-            lambda: buffer_type(
+        key = (buffer_type, hidden, self._experts)
+
+        def make() -> Any:
+            return buffer_type(
                 group=group.handle,
                 hidden_dim=hidden,
                 max_num_of_tokens_per_rank=x_XD.shape[0],
                 num_local_experts=self._experts // group.size,
                 use_fp8=False,
-            ),
-        )
+            )
+
+        return world.cached(key, make)

@@ -49,22 +49,23 @@ class PaddedDispatch(Dispatcher[FixedShape]):
         counts_Pe = torch.diff(capped_Pe, dim=1, prepend=torch.zeros_like(starts_P)[:, None])
         counts = gather_counts(counts_Pe.flatten(), world).unflatten(2, (ep.size, per_rank))
         # The local expert of each received row; e for an unfilled row.
-        ends_Xe = counts[:, :, ep.index].transpose(0, 1).flatten(0, 1).cumsum(1)
+        counts_SPe = counts[:, :, ep.index].transpose(0, 1)
+        ends_Xe = counts_SPe.flatten(0, 1).cumsum(1)
         place_M = torch.arange(room, device=ends_Xe.device)
         place_XM = place_M.expand(ends_Xe.shape[0], -1).contiguous()
         slots_R = torch.searchsorted(ends_Xe, place_XM, right=True).flatten()
         x_RD = self._send_rows(permute_rows(x_TD, token_N, row_TK), world, self.wire)
         p_R = self._send_rows(permute_values(weights_TK, copy_N, row_TK), world)
         sent = permute(RoutedTokens(x_RD, p_R[:, None], slots_R[:, None]), per_rank)
-        overflow = ((ends_Pe[:, -1] - starts_P) - room).clamp(min=0).amax()
+        copies_P = ends_Pe[:, -1] - starts_P
+        overflow = (copies_P - room).clamp(min=0).amax()
         return sent._replace(handle=(token_N, row_TK, *sent.handle), overflow=overflow)
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Send every row back, filled or empty, and sum the results of each token."""
         token_N, row_TK, token_R, row_R1 = handle
-        y_RD = reduce_scatter(
-            unpermute_rows(y_RD, token_R, row_R1), world.group("etp"), codec=self.wire
-        )
+        y_RD = unpermute_rows(y_RD, token_R, row_R1)
+        y_RD = reduce_scatter(y_RD, world.group("etp"), codec=self.wire)
         y_ND = all_to_all_equal(y_RD, world.group("ep"), self.wire, combine=True)
         return unpermute_rows(y_ND, token_N, row_TK)
 

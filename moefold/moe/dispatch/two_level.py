@@ -38,9 +38,8 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         per_rank = self._experts // world.group("ep").size
         per_node = per_rank * inside.size
         order, node_TK = sort_tokens(tokens, per_node, across.size)
-        *numbers, copies = host_counts(
-            self._counts(order.counts_B, tokens.experts_TK, per_rank, world)
-        )()
+        counts = self._counts(order.counts_B, tokens.experts_TK, per_rank, world)
+        *numbers, copies = host_counts(counts)()
         nodes = across.size
         ranks = inside.size
         send = numbers[:nodes]
@@ -66,7 +65,8 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         y_RD = unpermute_rows(y_RD, token_R, row_R)
         etp = world.group("etp")
         wire = self.wire
-        y_ND = unpermute_rows(plan.return_rows(y_RD, inside, etp, wire), token_N, row_N)
+        y_ND = plan.return_rows(y_RD, inside, etp, wire)
+        y_ND = unpermute_rows(y_ND, token_N, row_N)
         y_ND = all_to_all(y_ND, across, receive, send, wire, combine=True)
         return unpermute_rows(y_ND, token_T, row_T)
 
@@ -88,12 +88,8 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         level = (across.size, inside.size)
         nodes_NISN = nodes_PSN.unflatten(0, level)
         local_NISI = ranks_PSP.unflatten(0, level).unflatten(3, level)[:, :, :, node]
-        return torch.cat(
-            [
-                nodes_N,
-                nodes_NISN[:, place, etp.index, node],
-                local_NISI[:, place, etp.index].sum(0),
-                local_NISI[..., place].sum(0).t().flatten(),
-                copies_PSP[:, :, ep.index].sum()[None],
-            ]
-        )
+        from_nodes_N = nodes_NISN[:, place, etp.index, node]
+        to_ranks_I = local_NISI[:, place, etp.index].sum(0)
+        from_ranks_SI = local_NISI[..., place].sum(0).t()
+        copies = copies_PSP[:, :, ep.index].sum()
+        return torch.cat([nodes_N, from_nodes_N, to_ranks_I, from_ranks_SI.flatten(), copies[None]])
