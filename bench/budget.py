@@ -26,7 +26,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 
 # isort: split
 from launches import Call, Launches, Place, attention_as_one
-from lone_rank import apart, data_of, micro_batch
+from no_values import apart, data_of, micro_batch
 from rich.console import Console
 from rich.table import Table
 from roofline import roofline

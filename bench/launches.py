@@ -22,7 +22,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 # isort: split
 import torch
 import torch.nn.functional as F
-from lone_rank import waiting_function
+from no_values import waiting_function
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.function import once_differentiable

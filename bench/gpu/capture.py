@@ -17,7 +17,7 @@ import torch
 from gpu.device import Bench
 from gpu.steps import LOSS_CHUNK, OPTIMIZER, Trial, cut, drawn_rows, profiled, small
 from gpu.steps import drawn as parts_of
-from lone_rank import apart
+from no_values import apart
 
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout

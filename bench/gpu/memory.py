@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from gpu.device import Bench
 from gpu.steps import LOSS_CHUNK, OPTIMIZER, Trial, cut, drawn_rows, gpt_oss, small
-from lone_rank import data_of
+from no_values import data_of
 
 from moefold.model.init import initial_values
 from moefold.optim.norm import clip_scale

@@ -17,7 +17,7 @@ import torch
 from gpu.device import Bench, drawn
 from gpu.steps import ROWS, Trial, cut, small, stepping
 from gpu.steps import drawn as parts_of
-from lone_rank import apart
+from no_values import apart
 
 from moefold.kernels.fused import force_triton
 from moefold.kernels.pages.ring import PageRing

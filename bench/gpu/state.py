@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from gpu.device import Bench
 from gpu.steps import LOSS_CHUNK, MICRO_BATCHES, OPTIMIZER, ROWS, Trial, cut, drawn_rows, small
-from lone_rank import data_of
+from no_values import data_of
 
 from moefold.model.init import initial_values
 from moefold.optim.config import Muon, Optim

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu.device import Bench, timed
-from lone_rank import apart, data_of
+from no_values import apart, data_of
 from torch.profiler import ProfilerActivity, profile
 
 from moefold.data.batch import MicroBatch, assemble

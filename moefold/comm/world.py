@@ -170,7 +170,8 @@ class World:
         """
         if self.size == 1 or self._secondary is not None:
             return self._secondary or self
-        world = self._secondary = World(self.folding, self.rank, self.device, self.time_out_s)
+        world = type(self)(self.folding, self.rank, self.device, self.time_out_s)
+        self._secondary = world
         world.recorder = self.recorder
         world._host = self._host
         world._prefix = "second "

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from moefold.comm.fake_world import fake_world
+from moefold.comm.lone import lone_world
 from moefold.comm.world import World
 from moefold.data.batch import ROW_TENSORS, MicroBatch
 from moefold.layers.flow import Flow
@@ -122,7 +122,7 @@ def find_capture_blockers(case: ProofCase) -> CaptureBlockers:
     all_reads = Counter[HostRead]()
     failed_at = ""
     for stage in range(case.layout.split.pp):
-        with fake_world(case.folding, case.folding.rank_on_stage(0, stage)) as world:
+        with lone_world(case.folding, case.folding.rank_on_stage(0, stage)) as world:
             reads, line = _find_host_reads(case, world)
             all_reads = all_reads + reads
             failed_at = failed_at or line

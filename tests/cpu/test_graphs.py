@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.comm.fake_world import fake_world
+from moefold.comm.lone import lone_world
 from moefold.data.batch import MicroBatch, from_ids
 from moefold.layers.config import Full
 from moefold.layers.kinds.dense import Dense
@@ -156,7 +156,7 @@ def test_a_read_is_refused_with_its_line(graphs: str) -> None:
 @pytest.mark.parametrize(("zero", "summed"), [(0, True), (1, False)])
 def test_gradients_that_data_ranks_share_lie_in_buckets_alone(zero: int, summed: bool) -> None:
     layout = Layout(zero=zero, graphs="partial")
-    with fake_world(Folding(Sizes(), 2), 0) as world:
+    with lone_world(Folding(Sizes(), 2), 0) as world:
         data = ShardedState(partition_model(model_of(decoder(GQA, SHARED)), layout, world))
         assert bool(PartGraphs(data, Tapes)._sums) == summed
 

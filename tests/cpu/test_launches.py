@@ -9,7 +9,7 @@ import pytest
 import torch
 from budget import SHAPES, STORED, budgets
 from launches import Launches, Place
-from lone_rank import META, apart
+from no_values import META, apart
 
 
 def counted(run: Callable[..., object], *given: torch.Tensor) -> Launches:

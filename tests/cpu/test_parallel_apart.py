@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from lone_rank import META, ROWS, apart, data_of, micro_batch
+from no_values import META, ROWS, apart, data_of, micro_batch
 
-from moefold.comm import fake_world
+from moefold.comm.lone import lone_world
 from moefold.mesh.folding import Folding
 from moefold.moe.topk import stable_topk
 from moefold.parallel import limits
@@ -64,7 +64,7 @@ def test_a_table_on_two_stages_is_summed_over_them_last() -> None:
     """Before data ranks' sums, of which each stage makes its own in its own order, its copies would
     drift apart: ``pp2`` on eight ranks with ``zero: 0`` and further tokens did."""
     layout = Layout(sizes="pp2", zero=0)
-    with fake_world.fake_world(Folding(layout.split, 8), 0) as world:
+    with lone_world(Folding(layout.split, 8), 0) as world:
         data = ShardedState(build_parts(decoder(GQA, moe(), tied=True), "fp32", layout, world))
         data.begin_step(1)
         data.finish()

@@ -14,7 +14,7 @@ import yaml
 from gpu.device import Bench
 from gpu.steps import Trial, drawn_rows, stepping, trials, waits
 from gpu.steps import drawn as drawn_state
-from lone_rank import apart, data_of
+from no_values import apart, data_of
 from torch import Tensor, nn
 
 from moefold.cli.main import main

@@ -1,9 +1,8 @@
-"""One rank of a layout without the others, on ``meta`` or on a device.
+"""A step of one rank without values, on ``meta``: what it launches, exchanges and waits for.
 
-On ``meta`` every branch for accelerators is taken. Collectives give shapes alone, and what is read
-on the host is made up, so that no value is needed and a tensor that was left in host memory shows
-by its device. On a device all others say what this rank says: copies of the same sizes are made
-where rows would travel.
+The rank runs without the others (:mod:`moefold.comm.lone`). On ``meta`` every branch for
+accelerators is taken, what is read on the host is made up, so that no value is needed, and a tensor
+that was left in host memory shows by its device.
 """
 
 import sys
@@ -22,14 +21,13 @@ from torch import Tensor
 
 from moefold.comm import collectives
 from moefold.comm.group import Group
-from moefold.comm.world import World
+from moefold.comm.lone import join_alone, leave
 from moefold.data.batch import MicroBatch, assemble
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
-from moefold.model.decoder import DecoderModel
 from moefold.moe import clone_weights
 from moefold.parallel import limits
-from moefold.parallel.apply import partition_model
+from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 
@@ -51,10 +49,8 @@ def data_of(
     device: torch.device = META,
 ) -> ShardedState:
     """Return a rank's share of a model, without values; call it inside :func:`apart`."""
-    world = World(Folding(layout.split, ranks), rank, device, 1.0)
-    world._create_groups()
-    model = DecoderModel(record, precision, layout.dispatch, layout.experts, "meta")  # type: ignore[arg-type]
-    return ShardedState(partition_model(model, layout, world))
+    world = join_alone(Folding(layout.split, ranks), rank, device)
+    return ShardedState(build_parts(record, precision, layout, world, "meta"))  # type: ignore[arg-type]
 
 
 def micro_batch(rows: int = ROWS, documents: int = 1) -> MicroBatch:
@@ -72,7 +68,7 @@ def all_alike(count: int) -> list[Any]:
 def apart(
     numbers: Numbers = all_alike, note: Note | None = None, waits: Counter[str] | None = None
 ) -> Iterator[None]:
-    """While open, groups have nobody else in them.
+    """While open, a rank runs without the others, with or without values.
 
     Args:
         numbers: what the host reads from ``meta``.
@@ -97,17 +93,17 @@ def apart(
 
     changes = {
         (torch, "tensor"): made,
-        (World, "_create"): _group,
         (limits, "missing_room"): lambda *_: None,  # what is read there says that all ranks lack it
         (Tensor, "tolist"): told,
         (Tensor, "is_set_to"): lambda one, other: one.is_meta or is_set_to(one, other),
         (collectives, "exchange"): _noted(_exchange, note),
         (clone_weights, "exchange"): _noted(_exchange, note),
-        (collectives, "_fill"): _noted(_into, note),
+        (collectives, "_fill"): _noted(collectives._fill, note),
         (collectives, "gather_uneven"): _noted(_gather_uneven, note),
-        (collectives, "all_reduce_"): _noted(_reduce, note),
+        (collectives, "all_reduce_"): _noted(collectives.all_reduce_, note),
     }
     with ExitStack() as stack:
+        stack.callback(leave)
         for (owner, name), change in changes.items():
             stack.enter_context(mock.patch.object(owner, name, change))
         yield
@@ -138,38 +134,21 @@ def _noted(run: Callable[..., Any], note: Note | None) -> Callable[..., Any]:
     return noted
 
 
-def _group(world: World, name: str, ranks: tuple[int, ...], bulk: bool) -> Group:
-    return Group(world._prefix + name, ranks, ranks.index(world.rank), None, world.recorder)
+_real_exchange = collectives.exchange
+_real_gather_uneven = collectives.gather_uneven
 
 
 def _exchange(
     x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], *said: Any, **named: Any
 ) -> Tensor:
-    return x_R if group.size == 1 else _said_by_all(x_R, sum(receive))
+    """Exchange rows; without values their numbers are made up, and need not agree."""
+    if x_R.is_meta and group.size > 1:
+        return x_R.new_empty((sum(receive), *x_R.shape[1:]))
+    return _real_exchange(x_R, group, send, receive, *said, **named)
 
 
 def _gather_uneven(x: Tensor, group: Group, counts: Sequence[int], label: Any = None) -> Tensor:
-    return x if group.size == 1 else _said_by_all(x, sum(counts))
-
-
-def _said_by_all(x: Tensor, rows: int) -> Tensor:
-    """Return so many rows, this rank's again and again."""
-    if x.is_meta or not len(x):
-        return x.new_empty((rows, *x.shape[1:]))
-    return x.repeat(-(-rows // len(x)), *[1] * (x.ndim - 1))[:rows]
-
-
-def _reduce(x: Tensor, group: Group, label: Any = None, op: Any = None) -> Tensor:
-    return x
-
-
-def _into(
-    op: str, out: Tensor, x: Tensor, group: Group, asynchronous: bool, label: Any
-) -> collectives.Pending:
-    if group.size == 1:
-        out.copy_(x.reshape(out.shape))
-    elif not x.is_meta and op == "reduce_scatter":
-        out.copy_(x.reshape(group.size, -1)[group.index].view(out.shape))
-    elif not x.is_meta:
-        out.view(group.size, -1).copy_(x.reshape(1, -1).expand(group.size, -1))
-    return collectives.Pending()
+    """Gather rows; without values their numbers are made up, and need not agree."""
+    if x.is_meta and group.size > 1:
+        return x.new_empty((sum(counts), *x.shape[1:]))
+    return _real_gather_uneven(x, group, counts, label)
