@@ -233,7 +233,21 @@ class Optim(Record):
             yield violation.under("schedule_lr")
 
 
-class AdamWRule(Record):
+class DecayRule(Record):
+    """Settings of weight decay."""
+
+    weight_decay: Rate = 0.1
+    """Decoupled: each step subtracts ``lr * weight_decay`` of the weight."""
+    no_decay: tuple[str, ...] = ("*norm*", "*bias*")
+    """Patterns of global names without weight decay. Parameters of fewer than two dims never decay;
+    embeddings and the head do, unless listed here."""
+
+    def decays(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether weight decay applies to the parameter."""
+        return len(shape) >= 2 and not matches(name, self.no_decay)
+
+
+class AdamWRule(DecayRule):
     """Settings of AdamW (arXiv 1711.05101), for all parameters or as the ``rest`` of Muon."""
 
     kind: Literal["adamw"] = "adamw"
@@ -241,16 +255,7 @@ class AdamWRule(Record):
     """Peak learning rate."""
     betas: tuple[Average, Average] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Rate = 0.1
-    """Decoupled: each step subtracts ``lr * weight_decay`` of the weight."""
-    no_decay: tuple[str, ...] = ("*norm*", "*bias*")
-    """Patterns of global names without weight decay. Parameters of fewer than two dims never decay;
-    embeddings and the head do, unless listed here."""
     backend: Literal["auto", "fused", "reference"] = "auto"
-
-    def decays(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether weight decay applies to the parameter."""
-        return len(shape) >= 2 and not matches(name, self.no_decay)
 
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the first and the second moment."""
@@ -352,3 +357,58 @@ class Muon(Optim):
         if self.orthogonalises(name, shape):
             return ("momentum",)
         return self.rest.state_names(name, shape)
+
+
+class MomentumRule(DecayRule, Optim):
+    """Settings of an elementwise optimizer whose only state is a momentum, for all parameters."""
+
+    elementwise = True
+
+    def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the momentum."""
+        return ("momentum",)
+
+
+@OPTIMIZER.register
+class Sgd(MomentumRule):
+    """Stochastic gradient descent, with the rules of ``torch.optim.SGD``."""
+
+    kind: Literal["sgd"] = "sgd"
+    lr: Rate = 0.1
+    """Peak learning rate."""
+    momentum: Average = 0.9
+    """Weight of the past in the sum of gradients; 0 has no state."""
+    nesterov: bool = False
+    """Whether the update is the gradient plus ``momentum`` times the new sum."""
+    weight_decay: Rate = 0.0
+    """Not decoupled: ``weight_decay`` times the weight is added to the gradient."""
+
+    owner = "moefold.optim.sgd:SgdOptimizer"
+
+    def rules(self) -> Iterator[Violation]:
+        """Nesterov's momentum needs a momentum."""
+        if self.nesterov and not self.momentum:
+            yield Violation(("nesterov",), True, "needs a momentum above 0", False)
+
+    def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the momentum, if there is one."""
+        return ("momentum",) if self.momentum else ()
+
+
+@OPTIMIZER.register
+class Lion(MomentumRule):
+    """Lion: the sign of a momentum as the update (arXiv 2302.06675).
+
+    As each element moves by ``lr``, rates are 3 to 10 times smaller than AdamW's, and weight decay
+    is larger by the same factor.
+    """
+
+    kind: Literal["lion"] = "lion"
+    lr: Rate = 1e-4
+    """Peak learning rate."""
+    betas: tuple[Average, Average] = (0.9, 0.99)
+    """Weight of the momentum in the update, and in the next momentum."""
+    weight_decay: Rate = 1.0
+    """Decoupled: each step subtracts ``lr * weight_decay`` of the weight."""
+
+    owner = "moefold.optim.lion:LionOptimizer"

@@ -18,7 +18,7 @@ from moefold.model.config import Decoder
 from moefold.model.init import initial_values
 from moefold.moe.config import Bias
 from moefold.optim.base import Optimizer
-from moefold.optim.config import AdamW, AdamWRule, Muon
+from moefold.optim.config import AdamW, AdamWRule, Lion, Muon, Sgd
 from moefold.optim.norm import clip_scale
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2, clip_norm=CLIP),
     "adamw fp8": AdamW(lr=1e-2, clip_norm=CLIP, moments="fp8", moment_group=8),
     "muon": Muon(lr=1e-2, clip_norm=CLIP, rest=AdamWRule(lr=1e-2)),
+    "lion": Lion(lr=1e-2, clip_norm=CLIP),
+    "sgd": Sgd(lr=1e-1, clip_norm=CLIP, nesterov=True, weight_decay=0.1),
 }
 DECODERS = {
     "small": small.decoder(init_std=0.3),

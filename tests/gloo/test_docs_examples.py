@@ -19,7 +19,7 @@ from tests.examples import EXAMPLES, written
 LAYOUTS = {
     "entropy.py": ["tp2"],
     "router_norm.py": ["ep2"],
-    "lion.py": ["tp2", "layout.zero=1"],
+    "signum.py": ["tp2", "layout.zero=1"],
     "focal.py": ["tp2"],
     "csv_notes.py": ["cp2"],
     "plain_dispatch.py": ["cp2"],

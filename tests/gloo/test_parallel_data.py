@@ -18,9 +18,10 @@ def scheduled(kind: str) -> tuple[tuple[str, str], ...]:
 
 CASES: dict[int, tuple[Case, ...]] = {
     2: (
-        *(Case(zero=zero) for zero in (1, 2)),
+        Case(zero=1),
+        Case(zero=2, optim="sgd"),
         Case(zero=3, optim="muon", model="tied"),
-        Case("ep2", 3, model="latent"),
+        Case("ep2", 3, "lion", "latent"),
     ),
     4: (
         Case(zero=1, optim="muon", more=HYBRID),
@@ -31,7 +32,8 @@ CASES: dict[int, tuple[Case, ...]] = {
 }
 WIDE: dict[int, tuple[Case, ...]] = {
     2: (
-        *(Case(zero=zero) for zero in (0, 3)),
+        *(Case(zero=zero) for zero in (0, 2, 3)),
+        Case("ep2", 3, model="latent"),
         Case(zero=1, optim="muon", model="tied"),
         Case("tp2", 0, "muon", "latent"),
     ),

@@ -130,7 +130,7 @@ def test_the_run_file_shape() -> None:
     assert isinstance(read, Muon)
     assert (read.lr, read.rest.lr, read.schedule_lr) == (0.01, 0.006, Wsd(warmup=20))
     assert ANY_OPTIMIZER.validate_python("adamw") == AdamW()
-    assert set(OPTIMIZER.kinds) == {"adamw", "muon"}
+    assert set(OPTIMIZER.kinds) == {"adamw", "lion", "muon", "sgd"}
     assert {"constant", "linear", "cosine", "wsd"} <= set(LR_SCHEDULE.kinds)
     assert list(Muon.model_fields)[:2] == list(AdamW.model_fields)[:2] == ["kind", "lr"]
 

@@ -1,0 +1,53 @@
+"""Planted bugs: optimizers, their rates, and steps that are left out."""
+
+from tests.plants.plant import Plant
+
+MOMENTUM = "tests/cpu/test_optim_momentum.py::"
+SGD_TORCH = MOMENTUM + "test_sgd_equals_torch_bit_for_bit"
+LION_PAPER = MOMENTUM + "test_lion_is_what_its_paper_states"
+STATE_STATED = MOMENTUM + "test_state_is_what_the_record_states_and_comes_back"
+
+PLANTS = (
+    Plant(
+        "Nesterov's update of SGD forgets the newest gradient",
+        SGD_TORCH,
+        "optim/sgd.py",
+        "                direction = grads\n",
+        "                direction = momenta\n",
+    ),
+    Plant(
+        "weight decay of SGD is decoupled",
+        SGD_TORCH,
+        "optim/sgd.py",
+        "            aten._foreach_add_(grads, params, alpha=weight_decay)\n",
+        "            aten._foreach_mul_(params, 1 - lr * weight_decay)\n",
+    ),
+    Plant(
+        "Lion's betas are exchanged",
+        LION_PAPER,
+        "optim/lion.py",
+        "newest, kept = self.rule.betas",
+        "kept, newest = self.rule.betas",
+    ),
+    Plant(
+        "the scale of gradients is not applied to a momentum",
+        SGD_TORCH,
+        "optim/lists.py",
+        "                if scale != 1:\n",
+        "                if scale > 1:\n",
+    ),
+    Plant(
+        "SGD without momentum is planned with a state",
+        STATE_STATED,
+        "optim/config.py",
+        'return ("momentum",) if self.momentum else ()',
+        'return ("momentum", "step") if self.momentum else ("step",)',
+    ),
+    Plant(
+        "a piece of a list of tensors is left out",
+        SGD_TORCH,
+        "optim/lists.py",
+        "                yield taken\n                taken = [[] for _ in lists]\n",
+        "                taken = [[] for _ in lists]\n",
+    ),
+)
