@@ -127,7 +127,8 @@ class ChunkedAttention(GroupedQueryAttention):
             steps_T = (flow.rows.positions_T + 1) // temperature.every
             wide = upcast_dtype(q_THd)
             factor_T = 1 + temperature.scale * torch.log1p(steps_T.to(wide))
-            q_THd = q_THd * factor_T.to(q_THd.dtype)[:, None, None]
+            factor_T11 = factor_T.to(q_THd.dtype)[:, None, None]
+            q_THd = q_THd * factor_T11
             flow.saved_tensors.set_owner("attention", q_THd)
         chunks = flow if chunk is None else flow.chunked(chunk)
         return causal_attention(
@@ -153,7 +154,8 @@ class LatentAttention(SoftmaxAttention):
             self.q_up = Linear(record.q_rank, record.heads * qk_dim)
         self.kv_down = Linear(hidden, record.kv_rank + record.rope_dim)
         self.kv_norm = RmsNorm(record.kv_rank, record.latent_epsilon)
-        self.kv_up = Linear(record.kv_rank, record.heads * (record.nope_dim + record.v_dim))
+        kv_dim = record.nope_dim + record.v_dim
+        self.kv_up = Linear(record.kv_rank, record.heads * kv_dim)
         self.o = Linear(record.heads * record.v_dim, hidden)
         self.out_gate = Linear(hidden, record.heads) if record.gate else None
 
@@ -169,8 +171,9 @@ class LatentAttention(SoftmaxAttention):
         # Tensor ranks gather latents, which are narrower than rows and computed only once.
         rows = () if self.out_gate is None or q is x_TD else (x_TD,)
         q, kv, k_rope, *rows = flow.gather_all(q, kv, k_rope, *rows)
+        qk_dim = record.nope_dim + record.rope_dim
         factor = 1.0 if record.rope is None else record.rope.softmax_factor
-        scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
+        scale = qk_dim**-0.5 * factor
         out_THv = None
         if flow.cache is not None and not self.kv_up.narrow:
             out_THv = self._absorbed_attention(q, kv, k_rope, scale, flow.cache, whole)
@@ -180,7 +183,9 @@ class LatentAttention(SoftmaxAttention):
             q_THd, k_THd, v_THv = flow.saved_tensors.run("mla_up", up, q, kv, k_rope)
             out_THv = causal_attention(self, q_THd, k_THd, v_THv, scale, whole)
         if self.out_gate is not None:
-            out_THv = out_THv * self.out_gate(*(rows or [q]), whole).sigmoid()[..., None]
+            (gated,) = rows or (q,)
+            gate_TH = self.out_gate(gated, whole).sigmoid()
+            out_THv = out_THv * gate_TH[..., None]
         return flow.scatter(self.o(out_THv.flatten(1), whole))
 
     def _expand(
@@ -189,10 +194,12 @@ class LatentAttention(SoftmaxAttention):
         """Return queries, keys and values of all heads from the latents."""
         record = self.record
         q_THd = self._queries(q, flow)
-        kv_THd = self.kv_up(kv, flow).unflatten(1, (-1, record.nope_dim + record.v_dim))
+        kv_dims = (record.nope_dim, record.v_dim)
+        kv_THd = self.kv_up(kv, flow).unflatten(1, (-1, sum(kv_dims)))
         if record.rope is None:
-            k_THn, v_THv = kv_THd.split((record.nope_dim, record.v_dim), 2)
-            shared_THr = k_rope[:, None].expand(-1, kv_THd.shape[1], -1)
+            k_THn, v_THv = kv_THd.split(kv_dims, 2)
+            heads = kv_THd.shape[1]
+            shared_THr = k_rope[:, None].expand(-1, heads, -1)
             return q_THd, torch.cat([k_THn, shared_THr], 2), v_THv.contiguous()
         angles = flow.angles(record.rope, record.rope_dim)
         layout = record.rope.layout
@@ -203,7 +210,8 @@ class LatentAttention(SoftmaxAttention):
         record = self.record
         up = self.q if self.q_up is None else self.q_up
         assert up is not None
-        q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
+        qk_dim = record.nope_dim + record.rope_dim
+        q_THd = up(q, flow).unflatten(1, (-1, qk_dim))
         return self._rotate(q_THd, flow)
 
     def _rotate(self, x_THd: Tensor, flow: Flow) -> Tensor:
@@ -228,7 +236,8 @@ class LatentAttention(SoftmaxAttention):
         expanded (section 2.1.2 of the source).
         """
         record = self.record
-        k_T1d = torch.cat([kv[:, None], self._rotate(k_rope[:, None], flow)], 2)
+        rope_T1r = self._rotate(k_rope[:, None], flow)
+        k_T1d = torch.cat([kv[:, None], rope_T1r], 2)
         if not cache.has_rows(self):
             return cache.attend(self, k_T1d, k_T1d, record.kv_rank, scale)
         weight = self.kv_up.operand("weight", flow)
@@ -236,10 +245,12 @@ class LatentAttention(SoftmaxAttention):
         low = weight.low_rank
         if low is not None:
             w_OC = w_OC + low.scale * (low.b.value @ low.a.value)
-        w_HdC = w_OC.unflatten(0, (-1, record.nope_dim + record.v_dim))
-        keys_HnC, values_HvC = w_HdC.split((record.nope_dim, record.v_dim), 1)
+        kv_dims = (record.nope_dim, record.v_dim)
+        w_HdC = w_OC.unflatten(0, (-1, sum(kv_dims)))
+        keys_HnC, values_HvC = w_HdC.split(kv_dims, 1)
         nope, rope = self._queries(q, flow).split((record.nope_dim, record.rope_dim), 2)
-        q_THd = torch.cat([torch.einsum("thn,hnc->thc", nope, keys_HnC), rope], 2)
+        latent_THC = torch.einsum("thn,hnc->thc", nope, keys_HnC)
+        q_THd = torch.cat([latent_THC, rope], 2)
         latent_out_THC = cache.attend(self, q_THd, k_T1d, record.kv_rank, scale)
         assert latent_out_THC is not None
         return torch.einsum("thc,hvc->thv", latent_out_THC, values_HvC)
@@ -278,7 +289,8 @@ def causal_attention(
     """
     inputs = [q_THd, k_TGd, v_TGv]
     if sinks is not None:
-        inputs.append(read_parameter(flow.operand(sinks, sinks.dtype), flow.sink))
+        sinks_H = flow.operand(sinks, sinks.dtype)
+        inputs.append(read_parameter(sinks_H, flow.sink))
     if flow.cache is not None:
         cached_out_THv = flow.cache.attend(
             layer, q_THd, k_TGd, v_TGv, scale, window, *inputs[3:], chunk=chunk

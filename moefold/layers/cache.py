@@ -38,7 +38,8 @@ class KeyValueCache:
         """Return an empty cache; None if any kind of layer does not declare that it caches."""
         mixers = [mixer for block in decoder.blocks for mixer in (block.attention, block.ffn)]
         # Not inherited: a plug-in's subclass may mix rows differently.
-        return cls() if all(vars(type(mixer)).get("caches") for mixer in mixers) else None
+        caching = [vars(type(mixer)).get("caches") for mixer in mixers]
+        return cls() if all(caching) else None
 
     def next_rows(self, texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
         """Return the rows of the next pass: the last one of each text, or all."""
@@ -59,8 +60,9 @@ class KeyValueCache:
 
     def text_slices(self) -> list[slice]:
         """Return the slice of rows of each text in this pass."""
-        ends = [*accumulate(1 if self.incremental else len(text) for text in self._texts)]
-        return [slice(start, end) for start, end in pairwise([0, *ends])]
+        rows = [1 if self.incremental else len(text) for text in self._texts]
+        ends = accumulate(rows, initial=0)
+        return [slice(start, end) for start, end in pairwise(ends)]
 
     def has_rows(self, layer: nn.Module) -> bool:
         """Whether the layer has cached rows, so that this pass has one row per text."""
@@ -90,26 +92,31 @@ class KeyValueCache:
         if cached is None:
             self._layers[layer] = _LayerCache(new, lengths)
             return None
-        k_PGLd, *values = cached.append([x[:texts] for x in new], chunk or window)
+        own = [x[:texts] for x in new]
+        k_PGLd, *values = cached.append(own, chunk or window)
         if chunk is not None:
             lengths = [(length - 1) % chunk + 1 for length in lengths]
         v_PGLv = k_PGLd[..., :v_TGv] if isinstance(v_TGv, int) else values[0]
-        q_PGRd = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1))
+        heads = k_TGd.shape[1]
+        q_PGRd = q_THd[:texts].unflatten(1, (heads, -1))
         mask = None
-        if min(lengths) < k_PGLd.shape[2]:  # columns before the start of a text
-            ago_L = torch.arange(k_PGLd.shape[2] - 1, -1, -1, device=q_THd.device)
+        columns = k_PGLd.shape[2]
+        if min(lengths) < columns:  # columns before the start of a text
+            ago_L = torch.arange(columns - 1, -1, -1, device=q_THd.device)
             length_P = torch.tensor(lengths).to(q_THd.device, non_blocking=True)
-            mask = (ago_L < length_P[:, None])[:, None, None].expand(*q_PGRd.shape[:3], -1)
+            mask_PL = ago_L < length_P[:, None]
+            mask = mask_PL[:, None, None].expand(*q_PGRd.shape[:3], -1)
         if sinks_H is None:
             out_PGRv = F.scaled_dot_product_attention(q_PGRd, k_PGLd, v_PGLv, mask, scale=scale)
         else:
-            out_PGRv = _attend_with_sinks(
-                sinks_H, (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale), mask, v_PGLv
-            )
+            logits_PGRL = (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale)
+            out_PGRv = _attend_with_sinks(sinks_H, logits_PGRL, mask, v_PGLv)
         out_PHv = out_PGRv.flatten(1, 2)
-        # Padding rows, added for tensor ranks, attend to nothing.
         padding = len(q_THd) - texts
-        return F.pad(out_PHv, (0, 0, 0, 0, 0, padding)) if padding else out_PHv
+        if not padding:
+            return out_PHv
+        # Padding rows, added for tensor ranks, attend to nothing.
+        return F.pad(out_PHv, (0, 0, 0, 0, 0, padding))
 
 
 def _attend_with_sinks(
@@ -118,11 +125,13 @@ def _attend_with_sinks(
     """Return the output of attention with a sink logit per head, whose value is zero."""
     if mask is not None:
         logits_PGRL.masked_fill_(~mask, -torch.inf)
-    sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(*logits_PGRL.shape[1:3], 1)
-    with_sinks = torch.cat([logits_PGRL, sinks_GR1.expand(len(v_PGLv), -1, -1, -1)], -1)
+    groups, ratio = logits_PGRL.shape[1:3]
+    sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(groups, ratio, 1)
+    sinks_PGR1 = sinks_GR1.expand(len(v_PGLv), -1, -1, -1)
+    with_sinks = torch.cat([logits_PGRL, sinks_PGR1], -1)
     wide = upcast_dtype(logits_PGRL)
-    weights_PGRL = with_sinks.softmax(-1, dtype=wide)[..., :-1].to(v_PGLv.dtype)
-    return weights_PGRL @ v_PGLv
+    weights_PGRL = with_sinks.softmax(-1, dtype=wide)[..., :-1]
+    return weights_PGRL.to(v_PGLv.dtype) @ v_PGLv
 
 
 class _LayerCache:
@@ -133,9 +142,12 @@ class _LayerCache:
         columns = self._columns = max(lengths)
         self._parts: list[Tensor] = []
         for x_TGd in tensors:
-            x_PGCd = x_TGd.new_zeros(len(lengths), x_TGd.shape[1], 2 * columns, x_TGd.shape[2])
-            for i, x_LGd in enumerate(x_TGd[: sum(lengths)].split(list(lengths))):
-                x_PGCd[i, :, columns - len(x_LGd) : columns] = x_LGd.transpose(0, 1)
+            groups, dim = x_TGd.shape[1:]
+            x_PGCd = x_TGd.new_zeros(len(lengths), groups, 2 * columns, dim)
+            valid = x_TGd[: sum(lengths)]
+            for i, x_LGd in enumerate(valid.split(list(lengths))):
+                first = columns - len(x_LGd)
+                x_PGCd[i, :, first:columns] = x_LGd.transpose(0, 1)
             self._parts.append(x_PGCd)
 
     def select(self, texts: list[int]) -> None:
@@ -147,7 +159,8 @@ class _LayerCache:
         if self._columns == self._parts[0].shape[2]:
             # Drop columns before the window and double the rest.
             columns = min(self._columns, window or self._columns)
-            window_columns = (x[:, :, self._columns - columns :] for x in self._parts)
+            oldest = self._columns - columns
+            window_columns = (x[:, :, oldest:] for x in self._parts)
             self._parts = [F.pad(x_PGLd, (0, 0, 0, columns)) for x_PGLd in window_columns]
             self._columns = columns
         for x_PGCd, new_PGd in zip(self._parts, new, strict=True):

@@ -77,9 +77,8 @@ class Bands(Record):
     def rules(self) -> Iterator[Violation]:
         """Require that ``fast`` is at least ``slow``; if equal, nothing is interpolated."""
         if self.fast < self.slow:
-            yield Violation(
-                ("fast",), self.fast, f"must be at least slow ({self.slow})", self.slow * 4
-            )
+            rule = f"must be at least slow ({self.slow})"
+            yield Violation(("fast",), self.fast, rule, self.slow * 4)
 
 
 class Rope(Record):
@@ -190,9 +189,8 @@ class Ulysses(Context):
         """Require that ``cp`` divides the heads of a tensor rank; else suggest mixed or ring."""
         most = _max_head_ranks(sizes, heads)
         if most < sizes.cp:
-            rule = (
-                f"all_to_all needs tp * cp ({sizes.tp * sizes.cp}) to divide {_head_counts(heads)}"
-            )
+            ranks = sizes.tp * sizes.cp
+            rule = f"all_to_all needs tp * cp ({ranks}) to divide {_head_counts(heads)}"
             fewer = {"kind": "mixed", "heads": most} if most > 1 else {"kind": "ring"}
             yield Violation((), self.kind, rule, fewer)
 
@@ -283,12 +281,13 @@ class Selective(Recompute):
         """Yield kinds that the model does not have, and ``gather`` without tp."""
         present = [kind for kind in self.modules if kind in model_kinds]
         rest = [kind for kind in present if kind != "gather" or tp > 1]
+        nearest = rest or ["norms"]
         if absent := [kind for kind in self.modules if kind not in model_kinds]:
             rule = f"the model has no modules of kind {', '.join(absent)}"
-            yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
+            yield Violation(("modules",), list(self.modules), rule, nearest)
         if len(present) > len(rest):
             rule = "gather needs tp2 or more: with tp1 no rows are gathered"
-            yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
+            yield Violation(("modules",), list(self.modules), rule, nearest)
 
 
 @RECOMPUTE.register
@@ -321,18 +320,18 @@ class Auto(Recompute):
     def violations(self, offload: "Offload | None") -> Iterator[Violation]:
         """Yield ``host`` or ``disk`` if the layout has ``offload``, which states both."""
         for name in ("host", "disk") if offload is not None else ():
-            if getattr(self, name):
+            if chosen := getattr(self, name):
                 rule = "cannot be combined with layout.offload, which states what is offloaded"
-                yield Violation(
-                    (name,), getattr(self, name), rule, None if name == "disk" else False
-                )
+                off = None if name == "disk" else False
+                yield Violation((name,), chosen, rule, off)
 
     @property
     def bytes(self) -> float | None:
         """The limit in bytes; None if there is none."""
         if self.limit is None:
             return None
-        return float(self.limit[:-2]) * (1e9 if self.limit.endswith("GB") else 1e6)
+        unit = 1e9 if self.limit.endswith("GB") else 1e6
+        return float(self.limit[:-2]) * unit
 
 
 OffloadKind = Literal["block", "norms", "attention", "ffn", "shared", "experts"]
@@ -400,9 +399,10 @@ class Offload(Record):
         """Kinds of module on the host and on disk, each with the share of offloaded layers: no kind
         of all layers where none is stated.
         """
+        nothing = frozenset[str]()
         places = (self.host, self.disk)
         return tuple(
-            (frozenset[str](), 1.0) if place is None else (frozenset(place.modules), place.share)
+            (nothing, 1.0) if place is None else (frozenset(place.modules), place.share)
             for place in places
         )
 

@@ -37,7 +37,8 @@ class ConvolutionMixer(Adaptable):
             positions_T = positions_T.where(valid_T, 0)
         flow.saved_tensors.set_owner("attention", h_T3C)
         options = {"n_valid": whole.n_valid, "sink": whole.sink}
-        before = preceding_rows(self, h_T3C, self.taps.shape[-1] - 1, flow, _gated)
+        reach = self.taps.shape[-1] - 1
+        before = preceding_rows(self, h_T3C, reach, flow, _gated)
         y_TC = short_convolution(h_T3C, before, taps, positions_T, gated=True, **options)
         flow.saved_tensors.set_owner("attention", y_TC)
         return flow.scatter(self.out(y_TC, whole))
@@ -71,16 +72,17 @@ def preceding_rows(
     """
     ranks = flow.world.group("cp")
     if ranks.size == 1:
-        return (
-            None if flow.cache is None else _cached_rows(layer, x_TC, reach, flow.cache, transform)
-        )
+        if flow.cache is None:
+            return None
+        return _cached_rows(layer, x_TC, reach, flow.cache, transform)
     pieces = x_TC.unflatten(0, (2, -1))
     if pieces.shape[1] < reach:
         raise ValueError(
             f"cp{ranks.size} cuts sequences into pieces of {pieces.shape[1]} rows, but a "
             f"convolution reads {reach} rows back: lower cp or raise data.seq"
         )
-    last = undo_zigzag(all_gather(transform(pieces[:, -reach:]).flatten(0, 1), ranks), ranks.size)
+    own_last = transform(pieces[:, -reach:]).flatten(0, 1)
+    last = undo_zigzag(all_gather(own_last, ranks), ranks.size)
     first = ranks.index
     second = 2 * ranks.size - 1 - ranks.index
     start = last[first - 1] if first else torch.zeros_like(last[0])
@@ -99,9 +101,11 @@ def _cached_rows(
     key = (layer, "rows")
     before = cache.states.get(key)
     if before is None:
-        last = [F.pad(rows := x_TC[span][-reach:], (0, 0, reach - len(rows), 0)) for span in texts]
+        ends = [x_TC[span][-reach:] for span in texts]
+        last = [F.pad(rows, (0, 0, reach - len(rows), 0)) for rows in ends]
         cache.states[key] = transform(torch.stack(last))
         return None
     new = transform(x_TC[: len(texts), None])
     cache.states[key] = torch.cat([before[:, 1:], new], 1)
-    return F.pad(before, (0, 0, 0, 0, 0, len(x_TC) - len(texts)))
+    padding = len(x_TC) - len(texts)
+    return F.pad(before, (0, 0, 0, 0, 0, padding))

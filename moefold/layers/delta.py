@@ -65,7 +65,8 @@ class DeltaMixer(nn.Module):
             inputs.append(self._project("beta", x_TD, whole))
 
         def scan(*inputs: Tensor) -> Tensor:
-            out_THv = self._scan(self._split_heads(inputs, valid_T), positions_T, whole)
+            by_head = self._split_heads(inputs, valid_T)
+            out_THv = self._scan(by_head, positions_T, whole)
             return out_THv if valid_T is None else out_THv.where(valid_T[:, None, None], 0)
 
         if torch.is_grad_enabled():
@@ -77,7 +78,9 @@ class DeltaMixer(nn.Module):
 
     def _project(self, name: str, x_TD: Tensor, flow: Flow) -> Tensor:
         down = getattr(self, f"{name}_down", None)
-        return getattr(self, f"{name}_in")(x_TD if down is None else down(x_TD, flow), flow)
+        if down is not None:
+            x_TD = down(x_TD, flow)
+        return getattr(self, f"{name}_in")(x_TD, flow)
 
     def _convolve(self, x_TD: Tensor, positions_T: Tensor, flow: Flow) -> list[Tensor]:
         """Return queries, keys and values [T, C] after their convolutions."""
@@ -85,8 +88,10 @@ class DeltaMixer(nn.Module):
         rows = {name: self._project(name, x_TD, whole) for name in "qkv"}
         reach = self.record.taps - 1
         before = preceding_rows(self, torch.cat([*rows.values()], 1), reach, flow)
-        widths = [x_TC.shape[1] for x_TC in rows.values()]
-        preceding: Any = [None] * 3 if before is None else before.split(widths, 2)
+        preceding: Any = [None] * 3
+        if before is not None:
+            widths = [x_TC.shape[1] for x_TC in rows.values()]
+            preceding = before.split(widths, 2)
         convolved = list[Tensor]()
         for (name, x_TC), before_PJC in zip(rows.items(), preceding, strict=True):
             taps = getattr(self, f"{name}_taps")
@@ -111,9 +116,12 @@ class DeltaMixer(nn.Module):
         for state_Hkx in all_states[:-1]:
             written, transition = state_Hkx.split(dims, -1)
             states.append(written + transition @ states[-1])
-        own_PHkv = torch.stack([states[ranks.index], states[2 * ranks.size - 1 - ranks.index]])
+        first = ranks.index
+        second = 2 * ranks.size - 1 - ranks.index
+        own_PHkv = torch.stack([states[first], states[second]])
         local, read = out_THx.unflatten(0, (2, -1)).split(dims, -1)
-        return (local + torch.einsum("pthk,phkv->pthv", read, own_PHkv)).flatten(0, 1)
+        earlier = torch.einsum("pthk,phkv->pthv", read, own_PHkv)
+        return (local + earlier).flatten(0, 1)
 
     def _scan_cached(self, inputs: ScanInputs, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the scan's output for texts in generation, and update their cached states."""
@@ -122,9 +130,8 @@ class DeltaMixer(nn.Module):
         state_PHkv = cache.states.get(key)
         padding = len(positions_T) - texts[-1].stop
         if state_PHkv is not None:
-            out_THv, cache.states[key] = recurrent_step(
-                state_PHkv, *_slice_rows(inputs, slice(len(texts)))
-            )
+            new = _slice_rows(inputs, slice(len(texts)))
+            out_THv, cache.states[key] = recurrent_step(state_PHkv, *new)
         else:
             scans = [chunked_scan(*_slice_rows(inputs, rows), positions_T[rows]) for rows in texts]
             out_THv = torch.cat([out for out, _ in scans])
@@ -141,10 +148,11 @@ class DeltaMixer(nn.Module):
         if valid_T is not None:
             rows = [x.where(valid_T[:, None], 0) for x in rows]
         q, k, v, step = (upcast(x) for x in rows[:4])
-        heads = [x.unflatten(1, (-1, record.key_dim)) for x in (q, k)]
-        q_TGk, k_TGk = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in heads)
+        q_TGk = _unit_vectors(q.unflatten(1, (-1, record.key_dim)))
+        k_TGk = _unit_vectors(k.unflatten(1, (-1, record.key_dim)))
         v_THv = v.unflatten(1, (-1, record.value_dim))
-        step_THk = (step + upcast(dt_bias)).unflatten(1, (v_THv.shape[1], -1))
+        heads = v_THv.shape[1]
+        step_THk = (step + upcast(dt_bias)).unflatten(1, (heads, -1))
         rate_H1 = upcast(a_log_H).exp()[:, None]
         if record.decay_floor is None:
             decay_THk = -rate_H1 * F.softplus(step_THk)
@@ -152,7 +160,14 @@ class DeltaMixer(nn.Module):
             decay_THk = record.decay_floor * (rate_H1 * step_THk).sigmoid()
         if record.delta:
             beta_TH = upcast(rows[4]).sigmoid()
-        return q_TGk * record.key_dim**-0.5, k_TGk, v_THv, decay_THk, beta_TH
+        scale = record.key_dim**-0.5
+        return q_TGk * scale, k_TGk, v_THv, decay_THk, beta_TH
+
+
+def _unit_vectors(x: Tensor) -> Tensor:
+    """Return the last dim's vectors with norm one."""
+    square = x.square().sum(-1, keepdim=True)
+    return x * (square + EPSILON).rsqrt()
 
 
 def _slice_rows(inputs: ScanInputs, rows: slice) -> ScanInputs:

@@ -71,7 +71,8 @@ def divergence_and_gradients(
             losses_C, dlogits_Cv = compare(
                 _log_softmax(x_CD, head, temperature, ranks), rows, ranks
             )
-            total += torch.where(counted_C1[:, 0], losses_C, 0).sum()
+            losses_C = torch.where(counted_C1[:, 0], losses_C, 0)
+            total += losses_C.sum()
             weight_C1 = counted_C1.to(losses_C.dtype).mul_(scale).mul_(temperature)
             dlogits_Cv = dlogits_Cv.mul_(weight_C1).to(head.value.dtype)
             dx_PD[rows] = dlogits_Cv @ head.value
@@ -89,7 +90,8 @@ def compare_full(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) ->
     labels = flow.whole.rows.labels_T
 
     def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
-        x_CD = torch.where((labels[rows] != IGNORE_INDEX)[:, None], x_PD[rows], 0)
+        counted_C1 = (labels[rows] != IGNORE_INDEX)[:, None]
+        x_CD = torch.where(counted_C1, x_PD[rows], 0)
         logp_Cv = _log_softmax(x_CD, head, temperature, ranks)
         p_Cv = logp_Cv.exp()
         losses_C = logp_Cv.sub_(logq_Cv).mul_(p_Cv).sum(1)
@@ -110,7 +112,8 @@ def compare_top(top_PW: Tensor, head: Operand) -> Compare:
         ids_Ck, logp_Ck, rest_C1 = top_CW.split([k, k, 1], 1)
         is_local_Ck, local_id_Ck = local_vocab_ids(ids_Ck, head.first_row, logq_Cv.shape[1])
         p_Ck = torch.where(is_local_Ck, logp_Ck.exp(), 0)
-        losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, local_id_Ck))).sum(1)
+        logq_Ck = logq_Cv.gather(1, local_id_Ck)
+        losses_C = (p_Ck * (logp_Ck - logq_Ck)).sum(1)
         q_Cv = logq_Cv.exp_()
         q_Ck = torch.where(is_local_Ck, q_Cv.gather(1, local_id_Ck), 0)
         q_Cv.scatter_add_(1, local_id_Ck, -q_Ck)  # exactly 0: only the other tokens' q remain
@@ -118,7 +121,8 @@ def compare_top(top_PW: Tensor, head: Operand) -> Compare:
         r_C = sum_(q_Cv.sum(1), ranks)
         if ranks.index == 0:
             losses_C += torch.xlogy(m_C, m_C) - torch.xlogy(m_C, r_C)
-        q_Cv.mul_(1 - torch.where(r_C > 0, m_C / r_C, 0)[:, None])
+        ratio_C = torch.where(r_C > 0, m_C / r_C, 0)
+        q_Cv.mul_(1 - ratio_C[:, None])
         return losses_C, q_Cv.scatter_add_(1, local_id_Ck, q_Ck - p_Ck)
 
     return compare
@@ -142,9 +146,11 @@ def top_probabilities(
         logp_Cv = _log_softmax(x_PD[rows], head, temperature, ranks)
         local_vocab = logp_Cv.shape[1]
         best, index = logp_Cv.topk(min(k, local_vocab), 1)
-        local_2Ck = torch.stack([best, (index + head.first_row).to(wide)])
+        ids = index + head.first_row
+        local_2Ck = torch.stack([best, ids.to(wide)])
         # Ranks may have fewer than k tokens, and not all as many: what is missing is never chosen.
-        local_2Ck = F.pad(local_2Ck, (0, k - best.shape[1]), value=-torch.inf)
+        missing = k - best.shape[1]
+        local_2Ck = F.pad(local_2Ck, (0, missing), value=-torch.inf)
         shares_R2Ck = gather(local_2Ck, ranks)
         best, ids = shares_R2Ck.permute(1, 2, 0, 3).flatten(2)
         best, index = best.topk(k, 1)
@@ -152,7 +158,8 @@ def top_probabilities(
         # Summed, as 1 minus the others would be mere rounding error if few tokens remain.
         is_local, index = local_vocab_ids(ids, head.first_row, local_vocab)
         p_Cv = logp_Cv.exp_()
-        p_Cv.scatter_add_(1, index, -torch.where(is_local, p_Cv.gather(1, index), 0))
+        p_Ck = torch.where(is_local, p_Cv.gather(1, index), 0)
+        p_Cv.scatter_add_(1, index, -p_Ck)
         rest_C1 = sum_(p_Cv.sum(1, keepdim=True), ranks).log_()
         top_PW[rows] = torch.cat([ids, best, rest_C1], 1)
     return top_PW
@@ -163,4 +170,5 @@ def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:
     logits_Cv = x_CD @ head.value.t()
     logits_Cv = logits_Cv.to(upcast_dtype(logits_Cv)).div_(t)
     logits_Cv.sub_(max_(logits_Cv.amax(1, keepdim=True), ranks))
-    return logits_Cv.sub_(sum_(logits_Cv.exp().sum(1, keepdim=True), ranks).log_())
+    total_C1 = sum_(logits_Cv.exp().sum(1, keepdim=True), ranks)
+    return logits_Cv.sub_(total_C1.log_())

@@ -38,9 +38,9 @@ class SwiGlu(Adaptable):
         """Return the output [T, D], without an activation policy."""
         whole = flow.whole
         if self.narrow:
+            parameters = [(getattr(self, name), narrow) for name, narrow in self.narrow.items()]
             codes_in, codes_out = (
-                whole.narrow_operand(getattr(self, name), narrow)
-                for name, narrow in self.narrow.items()
+                whole.narrow_operand(parameter, narrow) for parameter, narrow in parameters
             )
             x_PD = flow.gather(x_TD)
             hidden = self.narrow["w_in"].recipe.hidden_format

@@ -99,8 +99,10 @@ class Flow:
     def shared_tensors(self) -> list[Tensor]:
         """Tensors that all layers of the pass read: rotary angles, and row ids if computed."""
         tensors = [tensor for angles in self._angles.values() for tensor in angles]
-        tensors += [self.row_id_T] if "row_id_T" in vars(self) else []
-        fields = [vars(flow) for flow in (self, vars(self).get("_whole", self))]
+        if "row_id_T" in vars(self):
+            tensors.append(self.row_id_T)
+        whole = vars(self).get("_whole", self)
+        fields = [vars(flow) for flow in (self, whole)]
         numbers = [cached["row_runs"].number_N for cached in fields if "row_runs" in cached]
         return tensors + [number_N for number_N in numbers if number_N is not None]
 
@@ -134,19 +136,19 @@ class Flow:
 
     def with_rows(self, change: Callable[[MicroBatch], MicroBatch]) -> "Flow":
         """Return the pass with ``change`` applied to all its rows, shifted ones included."""
-        (rows, piece), *ahead = (
-            (change(rows), piece and change(piece))
-            for rows, piece in ((self.rows, self.piece), *self.shifted_rows)
-        )
-        return replace(self, rows=rows, piece=piece, shifted_rows=tuple(ahead))
+
+        def changed(rows: MicroBatch, piece: MicroBatch | None) -> tuple[Any, Any]:
+            return change(rows), piece and change(piece)
+
+        rows, piece = changed(self.rows, self.piece)
+        ahead = tuple(changed(*shifted) for shifted in self.shifted_rows)
+        return replace(self, rows=rows, piece=piece, shifted_rows=ahead)
 
     def chunked(self, length: int) -> "Flow":
         """Return the pass with segments cut into chunks of ``length`` rows, for attention."""
-        cut = (
-            min(length, rows - start)
-            for rows in self.rows.lengths
-            for start in range(0, rows, length)
-        )
+        cut: list[int] = []
+        for rows in self.rows.lengths:
+            cut += [min(length, rows - start) for start in range(0, rows, length)]
         return replace(self, rows=replace(self.rows, lengths=tuple(cut)))
 
     def gather(self, x_TD: Tensor) -> Tensor:
@@ -157,7 +159,8 @@ class Flow:
         """All-gather several tensors of the same rows in one collective."""
         if self.piece is None:
             return parts_TX
-        return self._gather(*parts_TX).split([part_TX.shape[1] for part_TX in parts_TX], 1)
+        widths = [part_TX.shape[1] for part_TX in parts_TX]
+        return self._gather(*parts_TX).split(widths, 1)
 
     def _gather(self, *parts_TX: Tensor) -> Tensor:
         def gather(*parts_TX: Tensor) -> Tensor:

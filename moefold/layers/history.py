@@ -73,7 +73,7 @@ class AmaxHistory(nn.Module):
         seen_RM = self.seen_RM
         past_RMH[..., 2:] = past_RMH[..., 1:-1].clone()
         past_RMH[..., 1] = torch.where(seen_RM.isfinite(), seen_RM, 0)
-        chosen_RM = past_RMH[..., 1 : 2 if self._latest else None].amax(-1)
+        chosen_RM = past_RMH[..., 1] if self._latest else past_RMH[..., 1:].amax(-1)
         # Matrices without a positive amax in the history keep their scale.
         past_RMH[..., 0] = torch.where(chosen_RM > 0, chosen_RM, past_RMH[..., 0])
 
@@ -84,5 +84,6 @@ def all_reduce_amax(histories: Collection[AmaxHistory], ranks: Group) -> None:
         return
     amaxes = [history.seen_RM for history in histories]
     flat = max_(torch.cat([amax.flatten() for amax in amaxes]), ranks)
-    for amax, reduced in zip(amaxes, flat.split([amax.numel() for amax in amaxes]), strict=True):
+    sizes = [amax.numel() for amax in amaxes]
+    for amax, reduced in zip(amaxes, flat.split(sizes), strict=True):
         amax.copy_(reduced.view_as(amax))

@@ -81,7 +81,8 @@ def adapted_operand(
     record = owner.adapters.get(name)
     if record is None or not policy.adapts:
         return weight
-    a, b = (policy.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
+    a = policy.operand(owner.get_parameter(name + LORA_A), dtype)
+    b = policy.operand(owner.get_parameter(name + LORA_B), dtype)
     drop = None
     position = owner.dropout_positions.get(name)
     if position is not None and flow is not None and flow.training:
@@ -100,16 +101,19 @@ def assign_shards(model: nn.Module, shards: Mapping[str, Shard]) -> None:
         if isinstance(module, Linear | Embedding):
             module.first_row = shards[f"{path}.weight"].box[0][0]
         if isinstance(module, WeightProducts):
+            by_leaf = {leaf: shards[f"{path}.{leaf}"] for leaf in module.narrow}
             module.narrow = {
-                leaf: narrow.for_shard(shards[f"{path}.{leaf}"])
-                for leaf, narrow in module.narrow.items()
+                leaf: narrow.for_shard(by_leaf[leaf]) for leaf, narrow in module.narrow.items()
             }
         if isinstance(module, Adaptable):
-            for leaf in (leaf for leaf, record in module.adapters.items() if record.dropout):
+            for leaf, record in module.adapters.items():
+                if not record.dropout:
+                    continue
                 name = f"{path}.{leaf}"
                 box = shards[name + LORA_A].box
-                position = DropoutPosition(crc32(name.encode()), range(*box[-1]), box[0][0])
-                module.dropout_positions[leaf] = position
+                number = crc32(name.encode())
+                columns = range(*box[-1])
+                module.dropout_positions[leaf] = DropoutPosition(number, columns, box[0][0])
 
 
 class Linear(Adaptable):
@@ -208,8 +212,9 @@ class _Lookup(Function):
                 kernels.gradient(rows, *ids.sort(stable=True), into_VD)
                 return into_VD
             if rows.is_cuda:  # index_add_ is not deterministic there; this operation sorts
+                vocab = table.shape[0]
                 return into_VD.add_(
-                    torch.ops.aten.embedding_dense_backward(rows, ids, table.shape[0], -1, False)
+                    torch.ops.aten.embedding_dense_backward(rows, ids, vocab, -1, False)
                 )
             return into_VD.index_add_(0, ids, rows)
 

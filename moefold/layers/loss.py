@@ -48,8 +48,10 @@ def loss_and_gradients(
 
     def product(x_TD: Tensor, head: Operand) -> tuple[Tensor, Tensor]:
         total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **options)
-        # All tensor ranks computed the same loss: only one of them reports it.
-        return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
+        if ranks.index:
+            # All tensor ranks computed the same loss: only one of them reports it.
+            total = torch.zeros_like(total)
+        return total, reduce_scatter(dx_PD, ranks)
 
     return apply_with_adapter(product, x_TD, head, flow.n_valid)
 
@@ -68,10 +70,12 @@ def apply_with_adapter(
         return product(x_TD, head)
     low = head.low_rank
     total, dwide_TD = product(*append_adapter(x_TD, head))
-    dx_TD, dinner_TR = dwide_TD.split([x_TD.shape[1], low.a.value.shape[0]], 1)
+    widths = [x_TD.shape[1], low.a.value.shape[0]]
+    dx_TD, dinner_TR = dwide_TD.split(widths, 1)
     dinner_TR = dinner_TR * low.scale
     rows_TD = low.apply_dropout(x_TD)
-    accumulate(low.a.master, partial(weight_gradient, dinner_TR[:n_valid], rows_TD[:n_valid]))
+    gradient = partial(weight_gradient, dinner_TR[:n_valid], rows_TD[:n_valid])
+    accumulate(low.a.master, gradient)
     return total, dx_TD + low.apply_dropout(dinner_TR @ low.a.value)
 
 
@@ -79,7 +83,8 @@ def append_adapter(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
     """Return rows and head, each concatenated with the adapter's, so that one product has both."""
     low = head.low_rank
     assert low is not None
-    inner_TR = (low.apply_dropout(x_TD) @ low.a.value.t()).mul_(low.scale)
+    inner_TR = low.apply_dropout(x_TD) @ low.a.value.t()
+    inner_TR.mul_(low.scale)
     value = torch.cat([head.value, low.b.value], 1)
     return torch.cat([x_TD, inner_TR], 1), replace(head, value=value)
 
@@ -102,7 +107,9 @@ def _combine_stats(stats_2C: Tensor, ranks: Group) -> Tensor:
 def summed_loss(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
     """Return this rank's part of the summed cross-entropy, without gradients."""
     total = label_losses(x_TD, head, flow, chunk=chunk).sum()
-    return total if flow.world.group("tp").index == 0 else torch.zeros_like(total)
+    if flow.world.group("tp").index:
+        return torch.zeros_like(total)
+    return total
 
 
 @torch.no_grad()
@@ -120,6 +127,8 @@ def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tens
     losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=upcast_dtype(x_PD))
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
-        stats_2C = chunked.statistics(x_PD[rows] @ head.value.t(), labels[rows], **share)
-        losses_P[rows] = torch.where(labels[rows] != IGNORE_INDEX, stats_2C[0] - stats_2C[1], 0)
+        labels_C = labels[rows]
+        stats_2C = chunked.statistics(x_PD[rows] @ head.value.t(), labels_C, **share)
+        normaliser_C, picked_C = stats_2C
+        losses_P[rows] = torch.where(labels_C != IGNORE_INDEX, normaliser_C - picked_C, 0)
     return losses_P

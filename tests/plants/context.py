@@ -33,7 +33,7 @@ PLANTS = (
         "padding sees the last document",
         ATTENTION + "test_padding_gives_zeros_and_gets_no_gradient",
         "layers/context/visibility.py",
-        "return [range(e - n, e) for e, n in zip(self._ends, self.lengths, strict=True)]",
+        "return [range(end - length, end) for length, end in lengths_and_ends]",
         "ends = [*self._ends[:-1], self.rows * self.ranks]\n"
         "        starts = [0, *self._ends[:-1]]\n"
         "        return [range(s, e) for s, e in zip(starts, ends, strict=True)]",

@@ -186,8 +186,8 @@ PLANTS = (
         "tests/gloo/test_proof_verify.py::"
         "test_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "layers/delta.py",
-        "states[2 * ranks.size - 1 - ranks.index]",
-        "states[2 * ranks.size - 2 - ranks.index]",
+        "second = 2 * ranks.size - 1 - ranks.index",
+        "second = 2 * ranks.size - 2 - ranks.index",
     ),
     Plant(
         "one is not added to the weight of a norm that is centred at zero",
@@ -257,8 +257,8 @@ PLANTS = (
         "the gate of each head of latent attention is not a sigmoid",
         LOGITS_CHOICES,
         "layers/attention.py",
-        "self.out_gate(*(rows or [q]), whole).sigmoid()[..., None]",
-        "self.out_gate(*(rows or [q]), whole)[..., None]",
+        "self.out_gate(gated, whole).sigmoid()",
+        "self.out_gate(gated, whole)",
     ),
     Plant(
         "the least log decay bounds nothing",

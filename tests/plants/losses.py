@@ -67,7 +67,7 @@ PLANTS = (
         "tokens that are not stored are all pushed down",
         TEACHER,
         "layers/divergence.py",
-        "q_Cv.mul_(1 - torch.where(r_C > 0, m_C / r_C, 0)[:, None])",
+        "q_Cv.mul_(1 - ratio_C[:, None])",
         "pass",
     ),
     Plant(
@@ -88,7 +88,7 @@ PLANTS = (
         "a share of the vocabulary is normalised by itself",
         VOCABULARY,
         "layers/divergence.py",
-        "return logits_Cv.sub_(sum_(logits_Cv.exp().sum(1, keepdim=True), ranks).log_())",
-        "return logits_Cv.sub_(logits_Cv.exp().sum(1, keepdim=True).log_())",
+        "total_C1 = sum_(logits_Cv.exp().sum(1, keepdim=True), ranks)",
+        "total_C1 = logits_Cv.exp().sum(1, keepdim=True)",
     ),
 )

@@ -562,8 +562,8 @@ PLANTS = (
         "the last step alone scales",
         HISTORY,
         "layers/history.py",
-        "past_RMH[..., 1 : 2 if self._latest else None]",
-        "past_RMH[..., 1:2]",
+        "past_RMH[..., 1] if self._latest else past_RMH[..., 1:].amax(-1)",
+        "past_RMH[..., 1]",
     ),
     Plant(
         "histories of scales are left behind by a checkpoint",

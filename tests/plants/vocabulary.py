@@ -37,8 +37,8 @@ PLANTS = (
         "a teacher's ids are counted as if all ranks had as many",
         LOSSES,
         "layers/divergence.py",
-        "(index + head.first_row)",
-        "(index + ranks.index * local_vocab)",
+        "ids = index + head.first_row",
+        "ids = index + ranks.index * local_vocab",
     ),
     Plant(
         "tokens that a rank does not have are chosen",

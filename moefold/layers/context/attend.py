@@ -57,8 +57,9 @@ def all_gather_attention(record: Gathered, heads: AttentionInputs, world: World)
     """Attend to keys and values gathered from all ranks; backward is a reduce-scatter."""
     ranks = world.group("cp")
     (k_TGd, v_TGv) = heads[1:3]
+    widths = [k_TGd[0].numel(), v_TGv[0].numel()]
     kv_UW = all_gather(torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1), ranks)
-    k_UG, v_UG = kv_UW.split([k_TGd[0].numel(), v_TGv[0].numel()], 1)
+    k_UG, v_UG = kv_UW.split(widths, 1)
     k_UGd = k_UG.unflatten(1, k_TGd.shape[1:])
     v_UGv = v_UG.unflatten(1, v_TGv.shape[1:])
     tiles = rank_tiles(heads.visibility(ranks.size), ranks.index)
@@ -68,11 +69,11 @@ def all_gather_attention(record: Gathered, heads: AttentionInputs, world: World)
 def rank_tiles(visibility: Visibility, rank: int) -> list[Tile]:
     """Return the tiles of a rank's rows over keys concatenated by rank."""
     others = (owner for owner in range(visibility.ranks) if owner != rank)
-    return [
-        tile.shift_keys(owner * visibility.rows)
-        for owner in (rank, *others)
-        for tile in visibility.tiles(rank, owner)
-    ]
+    tiles = []
+    for owner in (rank, *others):
+        first = owner * visibility.rows
+        tiles += [tile.shift_keys(first) for tile in visibility.tiles(rank, owner)]
+    return tiles
 
 
 def ulysses_attention(record: Ulysses, heads: AttentionInputs, world: World) -> Tensor:
@@ -86,7 +87,8 @@ def local_attention(heads: AttentionInputs) -> Tensor:
     q_THd, k_TGd, v_TGv, scale, lengths, window, sinks_H = heads
     if window is None and sinks_H is None:
         return attention(q_THd, k_TGd, v_TGv, lengths, scale)
-    return tiled(q_THd, k_TGd, v_TGv, heads.visibility(1).tiles(0, 0), scale, sinks_H=sinks_H)
+    tiles = heads.visibility(1).tiles(0, 0)
+    return tiled(q_THd, k_TGd, v_TGv, tiles, scale, sinks_H=sinks_H)
 
 
 def rows_to_heads(heads: AttentionInputs, ranks: Group) -> AttentionInputs:
@@ -100,13 +102,17 @@ def rows_to_heads(heads: AttentionInputs, ranks: Group) -> AttentionInputs:
     n = ranks.size
     rows = heads[:3]
     sinks_H = heads.sinks_H
-    shares = [x.unflatten(1, (n, -1)).movedim(1, 0).flatten(0, 1).flatten(1) for x in rows]
+    # Heads are cut into a share of each rank, and rows ordered by the rank that gets them.
+    by_rank = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in rows]
+    shares = [x.flatten(0, 1).flatten(1) for x in by_rank]
     equal = [rows[0].shape[0]] * n
     arrived = all_to_all(torch.cat(shares, 1), ranks, equal, equal)
     widths = [share.shape[1] for share in shares]
     gathered = undo_zigzag(arrived, n).flatten(0, 1).split(widths, 1)
-    q, k, v = (x.unflatten(1, (-1, own.shape[-1])) for x, own in zip(gathered, rows, strict=True))
-    sinks_H = None if sinks_H is None else sinks_H.unflatten(0, (n, -1))[ranks.index]
+    dims = [x.shape[-1] for x in rows]
+    q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in zip(gathered, dims, strict=True))
+    if sinks_H is not None:
+        sinks_H = sinks_H.unflatten(0, (n, -1))[ranks.index]
     return heads._replace(q_THd=q, k_TGd=k, v_TGv=v, sinks_H=sinks_H)
 
 

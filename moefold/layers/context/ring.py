@@ -32,8 +32,8 @@ def attend(record: Ring, heads: AttentionInputs, world: World) -> Tensor:
 
 def ring_attention(heads: AttentionInputs, ranks: Group) -> Tensor:
     """Return ``out_THv``; ``ranks`` hold the micro-batch in zigzag pieces."""
-    args = (*heads[:3], heads.sinks_H, heads.scale, heads.visibility(ranks.size), ranks)
-    return _Ring.apply(*args)
+    visibility = heads.visibility(ranks.size)
+    return _Ring.apply(*heads[:3], heads.sinks_H, heads.scale, visibility, ranks)
 
 
 class _Transfer(NamedTuple):
@@ -85,14 +85,16 @@ class _RingRounds:
     def return_gradients(self, distance: int, dk_UGd: Tensor, dv_UGv: Tensor) -> _Transfer:
         """Send gradients of visiting rows to their owner, and receive those of this rank's rows."""
         own = self.sent_rows(distance)
-        dkv_UW = torch.cat([dk_UGd.flatten(1), dv_UGv.flatten(1)], 1).to(self._kv_TW.dtype)
+        dkv_UW = torch.cat([dk_UGd.flatten(1), dv_UGv.flatten(1)], 1)
+        dkv_UW = dkv_UW.to(self._kv_TW.dtype)
         return self._shift(dkv_UW, own.stop - own.start, -distance)
 
     def wait(self, transfer: _Transfer) -> tuple[Tensor, Tensor]:
         """Wait for a transfer; return its keys and values, or their gradients."""
         transfer.pending.wait()
-        k_UG, v_UG = transfer.into_UW.split([dims.numel() for dims in self._dims], 1)
-        return k_UG.unflatten(1, self._dims[0]), v_UG.unflatten(1, self._dims[1])
+        k_dims, v_dims = self._dims
+        k_UG, v_UG = transfer.into_UW.split([k_dims.numel(), v_dims.numel()], 1)
+        return k_UG.unflatten(1, k_dims), v_UG.unflatten(1, v_dims)
 
     def _shift(self, sent_UW: Tensor, rows: int, distance: int) -> _Transfer:
         into_UW = sent_UW.new_empty((rows, sent_UW.shape[1]))
@@ -156,5 +158,6 @@ class _Ring(Function):
                 sums.add_keys(rounds.sent_rows(distance - 1), *rounds.wait(returning))
             returning = rounds.return_gradients(distance, *dkv)
         if returning is not None:
-            sums.add_keys(rounds.sent_rows(ctx.ranks.size - 1), *rounds.wait(returning))
+            farthest = ctx.ranks.size - 1
+            sums.add_keys(rounds.sent_rows(farthest), *rounds.wait(returning))
         return *sums.gradients(), inputs.sink_gradient(sinks_H), None, None, None

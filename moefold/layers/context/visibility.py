@@ -95,7 +95,8 @@ class Visibility:
             keys = range(keys.start, min(keys.stop, piece))
         else:
             # The second query piece sees both key pieces, as far as the segment reaches.
-            span = self._segment((2 * self.ranks - 1 - query_rank) * piece)
+            number = 2 * self.ranks - 1 - query_rank
+            span = self._segment(number * piece)
             queries = self._local_rows(span, query_rank)
             keys = self._local_rows(span, key_rank)
             queries = range(max(queries.start, piece), queries.stop)
@@ -124,34 +125,38 @@ class Visibility:
 
     @cached_property
     def _segments(self) -> list[range]:
-        return [range(e - n, e) for e, n in zip(self._ends, self.lengths, strict=True)]
+        lengths_and_ends = zip(self.lengths, self._ends, strict=True)
+        return [range(end - length, end) for length, end in lengths_and_ends]
 
     def _segment(self, row: int) -> range:
         """Return the segment of a row of the whole micro-batch; empty for padding."""
         number = bisect_right(self._ends, row)
-        return self._segments[number] if number < len(self._segments) else range(0)
+        if number == len(self._segments):
+            return range(0)
+        return self._segments[number]
 
     def _local_rows(self, span: range, rank: int) -> range:
         """Return the local rows of a rank that are in a span of the whole micro-batch.
 
         Parts in both pieces form one range, as the span then includes the end of the first piece.
         """
-        parts = [
-            range(local_range.start + shift, local_range.stop + shift)
-            for local_range, shift in self._local_pieces(span, rank)
-        ]
-        return range(parts[0].start, parts[-1].stop) if parts else range(0)
+        parts = list(self._local_pieces(span, rank))
+        if not parts:
+            return range(0)
+        first, first_shift = parts[0]
+        last, last_shift = parts[-1]
+        return range(first.start + first_shift, last.stop + last_shift)
 
     def _local_pieces(self, span: range, rank: int) -> Iterator[tuple[range, int]]:
         """Yield the part of a span in each piece of a rank, and its shift to local rows."""
         if self.ranks == 1:
             pieces = [(range(self.rows), 0)]
         else:
-            piece = self._piece
-            pieces = [
-                (range(number * piece, (number + 1) * piece), (local_index - number) * piece)
-                for local_index, number in enumerate((rank, 2 * self.ranks - 1 - rank))
-            ]
+            pieces = []
+            for local_index, number in enumerate((rank, 2 * self.ranks - 1 - rank)):
+                start = number * self._piece
+                local_start = local_index * self._piece
+                pieces.append((range(start, start + self._piece), local_start - start))
         for piece, shift in pieces:
             start = max(span.start, piece.start)
             end = min(span.stop, piece.stop)
@@ -177,7 +182,8 @@ def _diagonal_tiles(rows: range, window: int, shift: int) -> Iterator[Tile]:
     if last < end:
         yield Tile(slice(last, end), slice(last, end), 1)
         if count:
-            yield Tile(slice(last, end), slice(last - window, last), 1, Band(window, window))
+            keys = slice(last - window, last)
+            yield Tile(slice(last, end), keys, 1, Band(window, window))
 
 
 def _earlier_piece_tile(

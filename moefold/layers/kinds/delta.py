@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -135,22 +135,24 @@ class DeltaNet(LayerSpec):
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the projections, with convolutions and gate, and the scan."""
         projections = list(self._projections())
-        products = [
-            Matmul(tuple(f"{name}_in.weight" for name, _, rank in projections if rank is None))
-        ]
-        for name, _, rank in projections:
-            if rank is not None:
-                products += [Matmul((f"{name}_down.weight",)), Matmul((f"{name}_in.weight",))]
+        full_rank = [name for name, _, rank in projections if rank is None]
+        low_rank = [name for name, _, rank in projections if rank is not None]
+        products = [Matmul(tuple(f"{name}_in.weight" for name in full_rank))]
+        for name in low_rank:
+            products.append(Matmul((f"{name}_down.weight",)))
+            products.append(Matmul((f"{name}_in.weight",)))
         mixed = 2 * self.keys + self.values
         width = sum(width for _, width, _ in projections)
-        traffic = (
-            Traffic(mixed, 2 + 2 * self.taps, 4 + 4 * self.taps, units=self.head_units),
-            Traffic(self.values, 8, 14, units=self.head_units),
-        )
+        passes = 2 + 2 * self.taps
+        convolutions = Traffic(mixed, passes, 2 * passes, units=self.head_units)
+        gate = Traffic(self.values, 8, 14, units=self.head_units)
         products.append(Matmul(("out.weight",)))
         launches = 20 + 6 * self.taps
+        traffic = (convolutions, gate)
         yield Operation("attention", tuple(products), traffic=traffic, launches=launches)
-        flops_per_value = 2 * CHUNK + 3 * self.key_dim if self.delta else CHUNK + 2 * self.key_dim
+        flops_per_value = CHUNK + 2 * self.key_dim
+        if self.delta:
+            flops_per_value += CHUNK + self.key_dim
         moved = 2 * (width + self.values)
         state = self.values * self.key_dim
         scan = Scan(self.values * flops_per_value, moved, CHUNK, state)
@@ -162,20 +164,20 @@ class DeltaNet(LayerSpec):
         The scan saves only its inputs, and is recomputed in backward.
         """
         projections = list(self._projections())
-        read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in projections)
-        yield from saved_attention_rows(read, shape)
+        first = [name + ("_in" if rank is None else "_down") for name, _, rank in projections]
+        yield from saved_attention_rows(tuple(f"{name}.weight" for name in first), shape)
         rows = shape.piece
         width = shape.width
         for name, features, rank in projections:
-            local_features = features // shape.tp
+            size = rows * (features // shape.tp) * width
             if rank is not None:
-                size = rows * rank * width
+                low_size = rows * rank * width
                 up = (f"{name}_in.weight",)
-                yield Saved(f"{name}_down", size, module="attention", operand_of=up)
+                yield Saved(f"{name}_down", low_size, module="attention", operand_of=up)
             if (name, self.gate) != ("gate", "sigmoid"):  # whose output suffices for backward
-                yield Saved(name, rows * local_features * width, module="attention")
+                yield Saved(name, size, module="attention")
             if name in "qkv":
-                yield Saved(f"{name}.convolved", rows * local_features * width, module="attention")
+                yield Saved(f"{name}.convolved", size, module="attention")
         heads = self.value_heads // shape.tp
         small = self.value_heads + self.decays
         yield Saved("decays", small // shape.tp * STATISTIC, module="attention")
@@ -186,13 +188,18 @@ class DeltaNet(LayerSpec):
         yield Saved("gate.active", values, module="attention")
         yield Saved("gated", values, module="attention", operand_of=("out.weight",))
         if shape.cp > 1:
-            reach = 2 * (self.taps - 1) * (2 * self.keys + self.values) // shape.tp
+            mixed = 2 * self.keys + self.values
+            reach = 2 * (self.taps - 1) * mixed // shape.tp
             yield Saved("before", reach * width, module="attention")
 
     def shrink(self, by: Sizes) -> Self:
         """Return a record with few key heads of few dims, each with at most two value heads."""
         heads = small_heads(self.key_heads, by)
-        ranks = {n: SMALL_HEAD for n in ("decay_rank", "gate_rank") if getattr(self, n) is not None}
         shared = min(self.value_heads // self.key_heads, 2)
-        sizes = {"key_heads": heads, "value_heads": heads * shared, "key_dim": SMALL_HEAD}
-        return self.model_copy(update=sizes | ranks | {"value_dim": SMALL_HEAD + 2})
+        changed: dict[str, Any] = {"key_heads": heads, "value_heads": heads * shared}
+        changed["key_dim"] = SMALL_HEAD
+        changed["value_dim"] = SMALL_HEAD + 2
+        for name in ("decay_rank", "gate_rank"):
+            if getattr(self, name) is not None:
+                changed[name] = SMALL_HEAD
+        return self.model_copy(update=changed)

@@ -44,7 +44,8 @@ class Dense(LayerSpec):
     def summary(self) -> str:
         """Description of kind and width for the banner."""
         rank = f", rank {self.latent}" if self.latent else ""
-        return f"dense (width {self.width}{rank}{f', {self.blocks} blocks' * (self.blocks > 1)})"
+        blocks = f", {self.blocks} blocks" if self.blocks > 1 else ""
+        return f"dense (width {self.width}{rank}{blocks})"
 
     def rules(self) -> Iterator[Violation]:
         """Require that ``blocks`` divides ``width``, and ``latent``."""

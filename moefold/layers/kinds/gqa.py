@@ -104,8 +104,9 @@ class Gqa(LayerSpec):
         if self.qk_norm != "none":
             return ()
         ends = ("weight",) if self.bias == "none" else ("weight", "bias")
-        queries = (LogitRows(f"q.{e}", self.heads, ((self.head_dim, "query"),)) for e in ends)
-        keys = (LogitRows(f"k.{e}", self.kv_heads, ((self.head_dim, "key"),)) for e in ends)
+        dim = self.head_dim
+        queries = (LogitRows(f"q.{end}", self.heads, ((dim, "query"),)) for end in ends)
+        keys = (LogitRows(f"k.{end}", self.kv_heads, ((dim, "key"),)) for end in ends)
         return (*queries, *keys)
 
     @property
@@ -146,18 +147,21 @@ class Gqa(LayerSpec):
         heads, groups = self.head_units
         # The projection writes each feature; rotation and a norm each read and write it.
         rotation_passes = 2 if self.qk_norm == "none" else 4
+        value_passes = 1 if self.value_scale == 1 else 3
+        projected = (
+            (heads, self.head_dim, rotation_passes + 1),
+            (groups, self.head_dim, rotation_passes + 1),
+            (groups, self.value_dim, value_passes),
+        )
         traffic = tuple(
             Traffic(units.number * dims, passes, 1.5 * passes, units=units)
-            for units, dims, passes in (
-                (heads, self.head_dim, rotation_passes + 1),
-                (groups, self.head_dim, rotation_passes + 1),
-                (groups, self.value_dim, 1 if self.value_scale == 1 else 3),
-            )
+            for units, dims, passes in projected
         )
         products = (Matmul(("q.weight", "k.weight", "v.weight")), Matmul(("o.weight",)))
         if self.gate:
             products += (Matmul(("out_gate.weight",)),)
-            traffic += (Traffic(heads.number * self.value_dim, 4, 6, units=heads),)
+            gated = heads.number * self.value_dim
+            traffic += (Traffic(gated, 4, 6, units=heads),)
         yield Operation("attention", products, traffic=traffic, launches=12)
         yield Operation("core", core=self.core, launches=1)
 
@@ -185,7 +189,8 @@ class Gqa(LayerSpec):
             )
         if not self.gate:
             return
-        size = shape.piece * self.heads // shape.tp * self.value_dim * shape.width
+        heads = self.heads // shape.tp
+        size = shape.piece * heads * self.value_dim * shape.width
         yield Saved("out_gate", size, module="attention")
         yield Saved("gated", size, module="attention", operand_of=("o.weight",))
 
@@ -229,7 +234,8 @@ class Windowed(Gqa):
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the sinks, cut by heads, and the weights of grouped-query attention."""
         if self.sinks:
-            yield Weight("sinks", (self.heads,), ((0, self.head_units[0]),), product=False)
+            by_head = ((0, self.head_units[0]),)
+            yield Weight("sinks", (self.heads,), by_head, product=False)
         yield from super().weights(hidden)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
@@ -275,9 +281,9 @@ class Chunked(Gqa):
 
     def shrink(self, by: Sizes) -> Self:
         """Return a small record with chunks and temperature steps shorter than documents."""
-        changed: dict[str, Any] = {
-            "chunk": None if self.chunk is None else min(self.chunk, SMALL_WINDOW)
-        }
+        changed: dict[str, Any] = {}
+        if self.chunk is not None:
+            changed["chunk"] = min(self.chunk, SMALL_WINDOW)
         if self.temperature is not None:
             every = min(self.temperature.every, SMALL_WINDOW)
             changed["temperature"] = self.temperature.model_copy(update={"every": every})

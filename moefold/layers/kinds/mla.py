@@ -72,10 +72,10 @@ class Mla(LayerSpec):
     def logits(self) -> tuple[LogitRows, ...]:
         """Query and key up-projections; rotary query rows alone scale logits of the shared key."""
         query = "q.weight" if self.q_rank is None else "q_up.weight"
-        return (
-            LogitRows(query, self.heads, ((self.nope_dim, "query"), (self.rope_dim, "alone"))),
-            LogitRows("kv_up.weight", self.heads, ((self.nope_dim, "key"), (self.v_dim, None))),
-        )
+        nope = self.nope_dim
+        queries = LogitRows(query, self.heads, ((nope, "query"), (self.rope_dim, "alone")))
+        keys = LogitRows("kv_up.weight", self.heads, ((nope, "key"), (self.v_dim, None)))
+        return queries, keys
 
     def _heads(self) -> Units:
         return Units("tp", self.heads, "the number of attention heads", heads=True)
@@ -117,7 +117,8 @@ class Mla(LayerSpec):
         rotation = Traffic(expanded, 2, 2, units=self._heads())
         if self.gate:
             products.append(Matmul(("out_gate.weight",)))
-            traffic.append(Traffic(self.heads * self.v_dim, 2, 4, units=self._heads()))
+            gated = self.heads * self.v_dim
+            traffic.append(Traffic(gated, 2, 4, units=self._heads()))
         yield Operation("attention", tuple(products), traffic=tuple(traffic), launches=16)
         yield Operation("mla_up", tuple(up), traffic=(rotation,), launches=8)
         yield Operation("core", core=core, launches=1)
@@ -175,10 +176,11 @@ class Mla(LayerSpec):
         """Return a record with few heads of four dims, values of six, and latents of rank eight."""
         changed = {
             "heads": small_heads(self.heads, by),
-            "q_rank": None if self.q_rank is None else 8,
             "kv_rank": 8,
             "nope_dim": SMALL_HEAD,
             "rope_dim": SMALL_HEAD,
             "v_dim": 6,
         }
+        if self.q_rank is not None:
+            changed["q_rank"] = 8
         return self.model_copy(update=changed)
