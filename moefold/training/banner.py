@@ -92,13 +92,15 @@ def tokens_per_step(job: Trainer) -> int:
 def min_step_time(job: Trainer) -> float:
     """Return the seconds of a step's products on all ranks at the measured rate: a lower bound."""
     flops = job.counts.flops_per_token(job.run.data.seq, causal=True)
-    return tokens_per_step(job) * flops / (job.utilisation.machine.flops_per_s * job.world.size)
+    flops_per_s = job.utilisation.machine.flops_per_s * job.world.size
+    return tokens_per_step(job) * flops / flops_per_s
 
 
 def state_bytes(job: Trainer) -> int:
     """Return the bytes of parameters, their gradients and the optimizer's state."""
     parameter_bytes = sum(p.nbytes * (1 + p.requires_grad) for p in job.model.parameters())
-    return parameter_bytes + sum(t.nbytes for t in job.optimizer.state().values())
+    optimizer_bytes = sum(tensor.nbytes for tensor in job.optimizer.state().values())
+    return parameter_bytes + optimizer_bytes
 
 
 def _model(job: Trainer) -> Iterator[Row]:
@@ -109,10 +111,11 @@ def _model(job: Trainer) -> Iterator[Row]:
     family = getattr(model, "family", type(model).__name__)
     if isinstance(model, Folder):
         family = f"{read_config(Path(model.path)).model.family} of {model.path}"  # type: ignore[attr-defined]
+    percent = 100 * active / counts.parameters
     yield (
         "model",
         f"{family}: {count(counts.parameters)} parameters, {count(active)} active per token "
-        f"({100 * active / counts.parameters:.0f} %)",
+        f"({percent:.0f} %)",
     )
     kinds = Counter(summary_of(block.ffn) for block in decoder.blocks)
     layers = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
@@ -120,10 +123,12 @@ def _model(job: Trainer) -> Iterator[Row]:
     frozen = [weight for weight in model_weights(decoder) if weight.frozen]
     if frozen:
         fixed = sum(weight.elements for weight in frozen)
+        trained = count(counts.parameters - fixed)
+        tensors = plural(len(frozen), "tensor")
         yield (
             "",
-            f"trained: {count(counts.parameters - fixed)} parameters; {count(fixed)} in "
-            f"{plural(len(frozen), 'tensor')} are frozen, without gradient and optimizer state",
+            f"trained: {trained} parameters; {count(fixed)} in {tensors} are frozen, without "
+            "gradient and optimizer state",
         )
     leaves_by_adapter: dict[tuple[str, int, float], list[str]] = {}
     for adapter in chain.from_iterable(part.adapters for part in (decoder, *decoder.blocks)):
@@ -132,7 +137,8 @@ def _model(job: Trainer) -> Iterator[Row]:
     for number, ((path, rank, scale), leaves) in enumerate(leaves_by_adapter.items()):
         counts_text = ", ".join(f"{n} × {leaf}" for leaf, n in Counter(leaves).items())
         prefix = f"{path}: " if path else ""
-        yield "" if number else "adapters", f"{prefix}{counts_text}, rank {rank}, scale {scale:g}"
+        row = "" if number else "adapters"
+        yield row, f"{prefix}{counts_text}, rank {rank}, scale {scale:g}"
 
 
 def _cost(job: Trainer) -> Iterator[Row]:
@@ -150,18 +156,17 @@ def _cost(job: Trainer) -> Iterator[Row]:
     to_go = sizes.before(step + steps) - sizes.before(step)
     if run.train.ramp is not None:
         last, _ = sizes.stages[-1]
-        yield "batch", f"{sizes.size(step)} sequences, {run.train.batch} from step {last + 1:,} on"
+        now = sizes.size(step)
+        yield "batch", f"{now} sequences, {run.train.batch} from step {last + 1:,} on"
     on_all = "" if job.world.size == 1 else f" on all {job.world.size} ranks"
-    yield (
-        "",
-        f"{run.train.batch} sequences of {seq} = {tokens:,} tokens a step, in "
-        f"{plural(parts, 'micro-batch', 'es')}; {plural(steps, 'step')} to go, "
-        f"{count(to_go * seq)} tokens",
-    )
+    batch = f"{run.train.batch} sequences of {seq} = {tokens:,} tokens a step"
+    left = f"{plural(steps, 'step')} to go, {count(to_go * seq)} tokens"
+    yield "", f"{batch}, in {plural(parts, 'micro-batch', 'es')}; {left}"
+    least = f"at least {step_time(bound)} a step and {clock(steps * bound)} in total"
     yield (
         "time",
-        f"at least {step_time(bound)} a step and {clock(steps * bound)} in total, if every matrix "
-        f"product ran at the best measured rate{on_all}; a forecast follows after 3 steps",
+        f"{least}, if every matrix product ran at the best measured rate{on_all}; a forecast "
+        "follows after 3 steps",
     )
     memory = f"{size(state_bytes(job))} of weights, gradients and optimizer state"
     yield "memory", f"{memory}; peak memory is measured after 3 steps"
@@ -206,10 +211,9 @@ def _execution(job: Trainer) -> Iterator[Row]:
         yield "quantise", f"products of {number} weights: {products}"
         recipe = recipe_of(quantise)
         use = recipe.product_spec("y", False, dtype, job.device)
-        yield from (
-            ("", line)
-            for line in describe_backends(recipe.backend, use, PRODUCTS[: 2 + recipe.narrow_dw])
-        )
+        products = PRODUCTS[: 2 + recipe.narrow_dw]
+        for line in describe_backends(recipe.backend, use, products):
+            yield "", line
     kernels = {}
     for i, mixture in job.model.moe_layers():
         kernel = mixture.experts.kernel(dtype, job.device)
@@ -262,7 +266,8 @@ def _balance(job: Trainer) -> str:
     for name, coefficients in coefficients_by_term.items():
         values = " and ".join(f"{c:g}" for c in dict.fromkeys(coefficients))
         total = math.fsum(coefficients)
-        texts.append(f"{name}: {values} in each of {len(coefficients)} layers, {total:g} in total")
+        number = len(coefficients)
+        texts.append(f"{name}: {values} in each of {number} layers, {total:g} in total")
     texts += _folder_unit(job, coefficients_by_term.get("aux_micro_batch", ()))
     texts += [f"selection bias: rate {rate:g} in {n} layers" for rate, n in rates.items()]
     if not texts:
@@ -290,10 +295,11 @@ def _folder_unit(job: Trainer, coefficients: Sequence[float]) -> Iterator[str]:
         return
     tops = [routing.top_k for routing in routings(job.run.decoder)]
     theirs = coefficients[0] * max(tops)
+    equal = theirs / len(coefficients)
     yield (
         f"in transformers the folder's coefficient {coefficients[0]:g} adds {theirs:g} in total "
-        f"(one mean over all layers, top_k under an even load); {theirs / len(coefficients):g} in "
-        "model.balance adds as much here"
+        f"(one mean over all layers, top_k under an even load); {equal:g} in model.balance adds "
+        "as much here"
     )
 
 
@@ -304,11 +310,9 @@ def _data(job: Trainer) -> Iterator[Row]:
     begins, ends = (job.loader.epoch(step) for step in (job.step_number, last))
     for part in prepared.train:
         corpus = part.corpus
-        yield (
-            "data",
-            f"{part.name}: {corpus.n_documents:,} documents, {count(corpus.n_tokens)} tokens, read "
-            f"{ends[part.name] - begins[part.name]:.2g} times in {plural(steps, 'step')}",
-        )
+        contents = f"{corpus.n_documents:,} documents, {count(corpus.n_tokens)} tokens"
+        times = ends[part.name] - begins[part.name]
+        yield "data", f"{part.name}: {contents}, read {times:.2g} times in {plural(steps, 'step')}"
     for part in prepared.valid:
         documents = part.corpus.n_documents
         tokens = count(part.corpus.n_tokens)

@@ -77,6 +77,7 @@ class SmallModel:
         attends = Gqa(heads=heads, kv_heads=heads, head_dim=self.hidden // heads, qk_norm="head")
         mixture = Moe(width=self.width, router=Router(experts=self.experts, top_k=2))
         stack = Stack(repeat=self.layers, blocks=(Block(attention=attends, ffn=mixture),))
+        copy_bytes = 0 if precision == "fp32" else 2
         return Case(
             decoder=Decoder(vocab=self.vocab, hidden=self.hidden, stacks=(stack,)),
             seq=self.seq,
@@ -85,9 +86,7 @@ class SmallModel:
             cluster=machine.cluster,
             layout=Layout(),
             load=1.0,
-            number_formats=NumberFormats(
-                precision, self.optim, weight_bytes=0 if precision == "fp32" else 2
-            ),
+            number_formats=NumberFormats(precision, self.optim, weight_bytes=copy_bytes),
         )
 
 
@@ -157,7 +156,8 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
     tables: dict[str, Any] = {"call_s": _median_seconds(lambda: little * 2.0, times=200)}
     a, b, out = (torch.randn(2**22) for _ in range(3))
     # Large sums: two rows are read and one is written.
-    bandwidth = 3 * a.nbytes / _median_seconds(lambda: torch.add(a, b, out=out), 0.2)
+    sum_s = _median_seconds(lambda: torch.add(a, b, out=out), 0.2)
+    bandwidth = 3 * a.nbytes / sum_s
     peaks = {}
     rates = {}
     for precision, dtype in FORMATS.items():
@@ -165,9 +165,10 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
         for m, n, k in SHAPES:
             x = torch.randn(m, k).to(dtype)
             w = torch.randn(n, k).to(dtype)
-            times = max(1, 2**24 // (m * n * k))
+            volume = m * n * k
+            times = max(1, 2**24 // volume)
             seconds = _median_seconds(partial(torch.mm, x, w.t()), times=times)
-            products.append((m, n, k, 2 * m * n * k / seconds))
+            products.append((m, n, k, 2 * volume / seconds))
         peaks[precision] = peak = max(rate for *_, rate in products)
         attention_shares = _measure_attention(peak, dtype)
         share, half = fit_gemm(products, peak)
@@ -225,9 +226,10 @@ def _measure_attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[
         forward = _median_seconds(attend)
         for x in (q, k, v):
             x.requires_grad_()
-        backward = _median_seconds(lambda attend=attend: attend().sum().backward()) - forward
+        both = _median_seconds(lambda attend=attend: attend().sum().backward())
+        backward = max(both - forward, 1e-7)
         shares["forward"].append((length, flops / forward / peak))
-        shares["backward"].append((length, 2.5 * flops / max(backward, 1e-7) / peak))
+        shares["backward"].append((length, 2.5 * flops / backward / peak))
     return shares
 
 
@@ -304,9 +306,11 @@ def fit_machine(machine: Machine, cases: Sequence[Case], measured: Sequence[floa
     tables = dict(machine.tables)
     for precision in {case.number_formats.recipe for case in cases}:
         indices = [i for i, case in enumerate(cases) if case.number_formats.recipe == precision]
+        planned_parts = [planned_seconds(cases[i]) for i in indices]
+        measured_s = [measured[i] for i in indices]
         factors = _fit_factors(
-            torch.tensor([planned_seconds(cases[i]) for i in indices], dtype=torch.float64),
-            torch.tensor([measured[i] for i in indices], dtype=torch.float64),
+            torch.tensor(planned_parts, dtype=torch.float64),
+            torch.tensor(measured_s, dtype=torch.float64),
         )
         # With these rates each part takes longer by its factor.
         fitted = dict(rates[precision])
@@ -325,12 +329,14 @@ def _fit_factors(rows: torch.Tensor, measured: torch.Tensor) -> dict[str, float]
     """Return each part's factor by least relative squares, near 1 if the steps do not show it."""
     lower_bound, prior_deviation = torch.tensor(list(PARTS.values()), dtype=torch.float64).T
     scaled = rows / measured[:, None] / NOISE
-    matrix = scaled.T @ scaled + torch.diag(1 / prior_deviation**2)
-    vector = scaled.sum(0) / NOISE + 1 / prior_deviation**2
+    prior_weight = 1 / prior_deviation**2
+    matrix = scaled.T @ scaled + torch.diag(prior_weight)
+    vector = scaled.sum(0) / NOISE + prior_weight
     factors = torch.ones_like(prior_deviation)
     # Coordinate descent, since factors have lower bounds: no part takes negative time.
     for _ in range(500):
         for i in range(len(factors)):
-            residual = vector[i] - matrix[i] @ factors + matrix[i, i] * factors[i]
-            factors[i] = torch.maximum(lower_bound[i], residual / matrix[i, i])
+            diagonal = matrix[i, i]
+            residual = vector[i] - matrix[i] @ factors + diagonal * factors[i]
+            factors[i] = torch.maximum(lower_bound[i], residual / diagonal)
     return dict(zip(PARTS, factors.tolist(), strict=True))

@@ -192,7 +192,8 @@ class Train(Record):
         if self.routing is not None and run.layout.graphs != "none":
             rule = "must be none with train.routing, which reads or writes choices on the host"
             yield Violation(("layout", "graphs"), run.layout.graphs, rule, "none")
-        if self.routing is not None and not any(has_routing(b.ffn) for b in run.decoder.blocks):
+        routes = any(has_routing(block.ffn) for block in run.decoder.blocks)
+        if self.routing is not None and not routes:
             rule = "must be left out: no layer of the model has a router"
             yield Violation(("train", "routing"), self.routing, rule, None)
 

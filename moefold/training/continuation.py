@@ -54,8 +54,8 @@ class StoredOrder:
         train = stored["train"]
         data = stored["data"]
         sources = tuple(data["train"])
-        ramp = train.get("ramp")
-        sizes = batch_sizes(train["batch"], data["seq"], ramp and BatchRamp.model_validate(ramp))
+        ramp = train.get("ramp") and BatchRamp.model_validate(train["ramp"])
+        sizes = batch_sizes(train["batch"], data["seq"], ramp)
         mixture = Mixture(tuple(source.get("weight", 1.0) for source in sources))
         index = progress.next_batch_index()
         offset = progress.sequence_offset - progress.order.first
@@ -163,13 +163,12 @@ def continue_steps(progress: Progress, run: Run, loader: Loader) -> tuple[Progre
     lines: list[str] = []
     if step and steps > phases[-1].end:
         index = progress.next_batch_index()
-        planned = loader.readings(index, index + max(phases[-1].end - step, 0))
+        planned_steps = max(phases[-1].end - step, 0)
+        planned = loader.readings(index, index + planned_steps)
         present = loader.readings(index, index + steps - step)
-        lines = [
-            describe_reading(one, steps)
-            for before, one in zip(planned, present, strict=True)
-            if one.again > before.again
-        ]
+        pairs = zip(planned, present, strict=True)
+        longer = [one for before, one in pairs if one.again > before.again]
+        lines = [describe_reading(one, steps) for one in longer]
     return replace(progress, rate=changed), lines
 
 
@@ -177,10 +176,8 @@ def describe_reading(reading: Reading, last_step: int) -> str:
     """Return what is read of a source up to a step, and how much of it again."""
     epoch = f" of epoch {reading.epoch + 1}" if reading.epoch else ""
     again = f"{reading.again:,} of them again" if reading.again else "none of them again"
-    return (
-        f"{reading.name}: {reading.given:,} of {reading.n_tokens:,} tokens trained{epoch}; "
-        f"{reading.tokens:,} more to step {last_step:,}, {again}"
-    )
+    trained = f"{reading.given:,} of {reading.n_tokens:,} tokens trained{epoch}"
+    return f"{reading.name}: {trained}; {reading.tokens:,} more to step {last_step:,}, {again}"
 
 
 def _given_before(
@@ -212,7 +209,10 @@ def _content(source: Mapping[str, Any]) -> dict[str, Any]:
 def _fits(part: PreparedPart, seq: int) -> bool:
     """Return whether sequences of a length can hold a source's documents."""
     corpus = part.corpus
-    return not isinstance(corpus, MaskedCorpus) or int(corpus.lengths.max(initial=0)) <= seq
+    if not isinstance(corpus, MaskedCorpus):
+        return True
+    # Masked documents are not cut.
+    return int(corpus.lengths.max(initial=0)) <= seq
 
 
 def _recut(given: Given, run: Run, loader: Loader, lines: list[str]) -> Given:
@@ -255,10 +255,11 @@ def _unrecognised(
     that its documents cannot be told from those that were trained.
     """
     matched, _ = match_given(given, loader.identities)
+    begun = [one.epoch > 0 or not one.is_between_epochs for one in given]
     missing = [
         (one, source)
-        for one, source in zip(given, stored, strict=False)
-        if one not in matched and (one.epoch or not one.is_between_epochs)
+        for one, source, has_begun in zip(given, stored, begun, strict=False)
+        if has_begun and one not in matched
     ]
     lines = []
     for record, found in zip(run.data.train, matched, strict=True):
@@ -280,24 +281,30 @@ def _shares_files(stored: Mapping[str, Any], present: Mapping[str, Any]) -> bool
 
     A stored file that is gone may have been moved: it is one of the same name.
     """
-    old, new = (
-        [(path, mark.globs) for _, path, mark in iter_file_paths(FieldSpec(Data), {"train": [one]})]
-        for one in (stored, present)
-    )
+    old = _source_paths(stored)
+    new = _source_paths(present)
     if not old and not new:
         return stored["source"] == present["source"]
     found = set[str]().union(*(_existing(path, globs) for path, globs in new))
     names = {basename(path) for path, _ in new}
-    return any(
-        files & found if (files := _existing(path, globs)) else basename(path) in names
-        for path, globs in old
-    )
+    for path, globs in old:
+        files = _existing(path, globs)
+        if files & found or (not files and basename(path) in names):
+            return True
+    return False
+
+
+def _source_paths(source: Any) -> list[tuple[str, bool]]:
+    """Return the paths of a source's record, and whether each is a pattern."""
+    paths = iter_file_paths(FieldSpec(Data), {"train": [source]})
+    return [(path, mark.globs) for _, path, mark in paths]
 
 
 def _existing(path: str, globs: bool) -> set[str]:
     """Return the files at a path, or of a pattern."""
-    files = glob.glob(path, recursive=True) if globs else glob.glob(f"{glob.escape(path)}*")
-    return set(files)
+    if globs:
+        return set(glob.glob(path, recursive=True))
+    return set(glob.glob(f"{glob.escape(path)}*"))
 
 
 def _repeated_before(old: StoredOrder, given: Sequence[Given], loader: Loader) -> set[str]:

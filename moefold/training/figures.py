@@ -59,12 +59,14 @@ def sum_counts(parts: ModelParts, batches: Sequence[MicroBatch], objective: Obje
     world = parts.world
     multi_token = parts.model.record.multi_token
     losses = 1 + len(multi_token)
+    units = sum(map(objective.units, batches))
     labels = [sum(b.shift(offset).n_labels for b in batches) for offset in range(1, losses)]
-    local = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
+    local = [units, *labels, *(batch.population for batch in batches)]
     pinned = world.device.type == "cuda"  # else the host would wait for the copy
     on_device = torch.tensor(local, pin_memory=pinned).to(world.device, non_blocking=True)
     rows = on_device[losses:]
-    counts = sum_(torch.cat([on_device[:losses], rows.sum(0, keepdim=True)]), world.group("dp"))
+    local_counts = torch.cat([on_device[:losses], rows.sum(0, keepdim=True)])
+    counts = sum_(local_counts, world.group("dp"))
     float_counts = counts.clamp(min=1).to(widest_dtype(world.device))
     scale_L = float_counts[:-1].reciprocal()
     for offset, future_token in enumerate(multi_token, 1):
@@ -123,14 +125,16 @@ def _router_terms(parts: ModelParts, result: StepResult, totals: Totals, like: T
     fraction_M = totals.factors.fraction_M.unbind()
     shares = like.new_zeros(len(parts.term_layers))
     for index, (name, layers) in enumerate(parts.term_layers.items()):
-        weighted_terms = [
-            (terms_N[list(mixtures[layer].terms).index(name)], fraction_M[micro])
-            for micro, layer, terms_N in result.terms
-            if name in mixtures[layer].terms
-        ]
-        if weighted_terms:
-            terms, fractions = (torch.stack(part) for part in zip(*weighted_terms, strict=True))
-            shares[index] = (terms * fractions).sum() / layers
+        terms = []
+        fractions = []
+        for micro, layer, terms_N in result.terms:
+            names = list(mixtures[layer].terms)
+            if name in names:
+                terms.append(terms_N[names.index(name)])
+                fractions.append(fraction_M[micro])
+        if terms:
+            weighted = torch.stack(terms) * torch.stack(fractions)
+            shares[index] = weighted.sum() / layers
     return shares
 
 
@@ -157,7 +161,8 @@ def routing_health(parts: ModelParts) -> list[dict[str, Any]]:
     for number, mixture in parts.model.moe_layers():
         figures = mixture.balance.health(mixture.router)
         statistics = {"layer": number, "top_k": mixture.record.router.top_k}
-        layers.append(statistics | {name: values.tolist() for name, values in figures.items()})
+        statistics |= {name: values.tolist() for name, values in figures.items()}
+        layers.append(statistics)
     is_first = parts.world.group("stage").index == 0
     layers_by_rank = gather_objects(layers if is_first else [], parts.world.on_host)
     return sorted(chain.from_iterable(layers_by_rank), key=itemgetter("layer"))

@@ -85,8 +85,8 @@ class Settings(NamedTuple):
         lines = []
         for text, settings in (("", self.obeyed), (" (not obeyed)", self.left_out)):
             if settings:
-                listed = ", ".join(f"{name} {_short(value)}" for name, value in settings.items())
-                lines.append(f"{GENERATION_CONFIG}{text}: {listed}")
+                listed = [f"{name} {_short(value)}" for name, value in settings.items()]
+                lines.append(f"{GENERATION_CONFIG}{text}: {', '.join(listed)}")
         return lines
 
 
@@ -111,12 +111,14 @@ def generation_settings(
     options |= {name: stored[name] for name in HOW_TO_SAMPLE if name in stored}
     if stored.get("do_sample") is False:
         options["temperature"] = 0
-    rules = _rules(stored | {n: given.pop(n) for n in RULES if n in given}, stop_ids)
+    given_rules = {name: given.pop(name) for name in RULES if name in given}
+    rules = _rules(stored | given_rules, stop_ids)
     options |= given
     options["top_k"] = options["top_k"] or None
     if rules != LogitRules():
         options["rules"] = rules
-    truncation = Truncation(**{n: float(stored[n]) for n in TRUNCATIONS if n in stored})
+    thresholds = {name: float(stored[name]) for name in TRUNCATIONS if name in stored}
+    truncation = Truncation(**thresholds)
     if truncation != Truncation():
         options["truncation"] = truncation
     flags = overrides.keys() & {n for n, value in overrides.items() if value is not None}
@@ -133,7 +135,8 @@ def _is_left_out(name: str, value: Any) -> bool:
     known = (*HOW_TO_SAMPLE, *TRUNCATIONS, *RULES, *OTHERS, *UNIMPORTANT)
     if name in known or name.startswith(("_", "output_")):
         return False
-    return not (value is False or value in ([], {}) or NEUTRAL.get(name) == value)
+    changes_nothing = value is False or value in ([], {}) or NEUTRAL.get(name) == value
+    return not changes_nothing
 
 
 def _rules(stored: Mapping[str, Any], stop_ids: Collection[int]) -> LogitRules:
@@ -146,12 +149,14 @@ def _rules(stored: Mapping[str, Any], stop_ids: Collection[int]) -> LogitRules:
         values["forced_last"] = tuple(ids) if isinstance(ids, list) else (ids,)
     if "bad_words" in values:
         # As in transformers: that a text ends is not forbidden here.
+        ends = {(stop_id,) for stop_id in stop_ids}
         words = (tuple(word) for word in values["bad_words"])
-        values["bad_words"] = tuple(w for w in words if w not in {(i,) for i in stop_ids})
+        values["bad_words"] = tuple(word for word in words if word not in ends)
     if "growing_end" in values:
         values["growing_end"] = tuple(values["growing_end"])
     if "biases" in values:
-        values["biases"] = tuple((tuple(ids), float(bias)) for ids, bias in values["biases"])
+        biases = values["biases"]
+        values["biases"] = tuple((tuple(ids), float(bias)) for ids, bias in biases)
     return LogitRules(**values)
 
 

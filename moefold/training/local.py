@@ -187,14 +187,16 @@ class LocalCopies:
             folder.mkdir(parents=True, exist_ok=True)
             for rank, signature, values in parts:
                 copy = RankCopy(step, self._session, rank, signature, progress)
-                head = json.dumps({"identity": self._identity, **copy._asdict()}).encode() + b"\n"
+                fields = {"identity": self._identity, **copy._asdict()}
+                head = json.dumps(fields).encode() + b"\n"
                 digest = sha256(head)
                 data = values.numpy().data
                 digest.update(data)
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
                 part = path.with_suffix(path.suffix + ".part")
                 part.unlink(missing_ok=True)
-                write_file(DISK, part, digest.hexdigest().encode() + b"\n" + head, data)
+                checksum = digest.hexdigest().encode()
+                write_file(DISK, part, checksum + b"\n" + head, data)
                 DISK.rename(part, path)
             self._written = step
         except OSError as error:
@@ -274,7 +276,8 @@ def _read_copy(paths: Sequence[Path]) -> Tensor | None:
             continue
         digest = sha256(head)
         digest.update(values.numpy().data)
-        if count == size and checksum.decode("ascii", "replace").strip() == digest.hexdigest():
+        expected = checksum.decode("ascii", "replace").strip()
+        if count == size and digest.hexdigest() == expected:
             return values
         _log.warning("%s is damaged: its size or checksum is wrong", path)
     return None

@@ -72,12 +72,11 @@ def measure_rates(
             spent[dtype] += seconds_taken
             best[dtype] = max(best[dtype], (flops / seconds_taken, side))
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
-    return {
-        dtype: MatrixRate(
-            rate, f"measured at start: {side}^3 in {str(dtype).removeprefix('torch.')}{threads}"
-        )
-        for dtype, (rate, side) in best.items()
-    }
+    rates = {}
+    for dtype, (rate, side) in best.items():
+        name = str(dtype).removeprefix("torch.")
+        rates[dtype] = MatrixRate(rate, f"measured at start: {side}^3 in {name}{threads}")
+    return rates
 
 
 def _product_seconds(values: Tensor, side: int) -> float:
@@ -114,7 +113,8 @@ def cpu_name() -> str:
     """Return the processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+        line = next(line for line in lines if "model name" in line)
+        return line.split(":", 1)[1].strip()
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 

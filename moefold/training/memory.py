@@ -117,8 +117,8 @@ def _planned_memory(run: Run, world: World) -> str:
         planned = _plan(run, world)
     except (ValueError, MemoryError) as unknown:
         return f"cannot be planned: {unknown}"
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in planned.parts.items())
-    return f"peak {planned.total / GIB:.2f} GiB: {parts}"
+    parts = [f"{name} {size / GIB:.2f}" for name, size in planned.parts.items()]
+    return f"peak {planned.total / GIB:.2f} GiB: {', '.join(parts)}"
 
 
 def _plan(run: Run, world: World) -> StageMemory:

@@ -55,9 +55,9 @@ class StorageRecorder(EagerMode):
 
     def live_bytes(self, excluded: Iterable[int]) -> int:
         """Return the bytes of the recorded storages that are alive and not among ``excluded``."""
-        storages = self.storages.items()
         excluded = set(excluded)
-        return sum(size for key, (s, size) in storages if key not in excluded and not s.expired())
+        counted = [entry for key, entry in self.storages.items() if key not in excluded]
+        return sum(size for storage, size in counted if not storage.expired())
 
 
 class MemoryProbe(Executor):
@@ -94,12 +94,11 @@ class MemoryProbe(Executor):
                 return run(*state)
 
         state, tasks = super()._start_action(action)
-        recorded = [
-            task._replace(run=partial(record_storages, task.run))
-            if isinstance(task, LaneTask) and task.is_exchange
-            else task
-            for task in tasks
-        ]
+        recorded = []
+        for task in tasks:
+            if isinstance(task, LaneTask) and task.is_exchange:
+                task = task._replace(run=partial(record_storages, task.run))
+            recorded.append(task)
         return Chain(state, recorded)
 
     def _step(self, step: Step, lanes: Lanes) -> None:

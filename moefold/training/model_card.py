@@ -47,22 +47,31 @@ def read_base_card(folder: Path) -> str | None:
 
 def left_behind(stored: StoredModel) -> list[str]:
     """Return a note if the base model has a card, which an export without cards does not have."""
-    base = _base_of(stored)
-    theirs = stored.meta.get(STORED_CARD) or (read_base_card(Path(base)) if base else None)
+    theirs = _base_card(stored, _base_of(stored))
     return ["the card of the base model is not copied (--no-card)"] if theirs else []
 
 
 def card_files(stored: StoredModel, dtype: Dtype, layout: Layout, adapter: bool) -> dict[str, str]:
     """Return the files of a card, by name: its own, and that of the base model if there is one."""
     base = _base_of(stored)
-    theirs = stored.meta.get(STORED_CARD) or (read_base_card(Path(base)) if base else None)
+    theirs = _base_card(stored, base)
     lines = [*_metadata(base, adapter), *_model(stored, dtype, layout, adapter, base)]
     lines += [*_training(stored), *_data(stored.meta.get("run") or {})]
     lines += ["## Licence", "", "Unknown: write the licence here, and in `license` above.", ""]
     if theirs:
         lines += [f"The card of the base model, with its licence, is in `{BASE_README}`.", ""]
     lines += _serving(stored, adapter, base)
-    return {README: "\n".join(lines)} | ({BASE_README: str(theirs)} if theirs else {})
+    files = {README: "\n".join(lines)}
+    if theirs:
+        files[BASE_README] = str(theirs)
+    return files
+
+
+def _base_card(stored: StoredModel, base: str | None) -> Any:
+    """Return the base model's card, as stored or in its folder; None if it has none."""
+    if card := stored.meta.get(STORED_CARD):
+        return card
+    return read_base_card(Path(base)) if base else None
 
 
 def _base_of(stored: StoredModel) -> str | None:
@@ -165,13 +174,14 @@ def _data(run: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for source in sources:
         files = [f"`{_plain(Path(str(file)).name)}`" for file in source.get("files") or ()]
-        more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+        named = ", ".join(files[:5])
+        if len(files) > 5:
+            named += f" and {len(files) - 5} more"
         given = {key: source.get(key) for key in ("weight", "holdout", "epochs")}
-        others = [
-            f"{key} {value}" for key, value in given.items() if value not in (None, 0, {}, [])
-        ]
-        named = ", ".join(files[:5]) + more
-        rows.append((f"`{_plain(source.get('source', '?'))}`", named, ", ".join(others)))
+        stated = {key: value for key, value in given.items() if value not in (None, 0, {}, [])}
+        others = ", ".join(f"{key} {value}" for key, value in stated.items())
+        name = _plain(source.get("source", "?"))
+        rows.append((f"`{name}`", named, others))
     yield from ("## Data", "")
     yield from _table(("source", "files", ""), rows)
     if data.get("seq"):

@@ -130,10 +130,10 @@ class StoredModel:
                     raise ConvertError(folder, [what + remedy])
         else:
             notes.append(f"{base} was not found, so its weights were not checked")
-        adapters = {
-            name: LowRank(weight=name, rank=self.tensors.shape(name + LORA_B)[-1], scale=scale)
-            for name, scale in self.tensors.scales.items()
-        }
+        adapters = {}
+        for name, scale in self.tensors.scales.items():
+            rank = self.tensors.shape(name + LORA_B)[-1]
+            adapters[name] = LowRank(weight=name, rank=rank, scale=scale)
         write_adapter(
             self.decoder,
             adapters,
@@ -175,7 +175,8 @@ class ModelTensors(Mapping[str, Tensor]):
         scale = self.scales.get(name)
         if scale is None:
             return weight
-        a, b = (self.stored(name + end) for end in (LORA_A, LORA_B))
+        a = self.stored(name + LORA_A)
+        b = self.stored(name + LORA_B)
         return merge_adapter(weight, a, b, scale)
 
     def stored(self, name: str) -> Tensor:
@@ -185,8 +186,10 @@ class ModelTensors(Mapping[str, Tensor]):
     def read_box(self, name: str, box: Box) -> Tensor:
         """Read a box of a weight without its adapter."""
         stored = self._reader.manifest.tensors[MODEL_PREFIX + name]
-        values = torch.empty([end - start for start, end in box], dtype=DTYPES[stored.dtype])
-        self._reader.read_into(MODEL_PREFIX + name, values, tuple(start for start, _ in box))
+        shape = [end - start for start, end in box]
+        origin = tuple(start for start, _ in box)
+        values = torch.empty(shape, dtype=DTYPES[stored.dtype])
+        self._reader.read_into(MODEL_PREFIX + name, values, origin)
         return values
 
     def shape(self, name: str) -> tuple[int, ...]:

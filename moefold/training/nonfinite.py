@@ -86,11 +86,14 @@ def _describe_nonfinite(batches: Sequence[MicroBatch], state: ShardedState) -> s
     for rank, report in enumerate(by_rank):
         if names := report["grads"]:
             where = f" on rank {rank}" if len(by_rank) > 1 else ""
-            more_text = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-            lines.append(f"Gradients not finite{where}: {', '.join(names[:MAX_SHOWN])}{more_text}")
+            shown = ", ".join(names[:MAX_SHOWN])
+            if len(names) > MAX_SHOWN:
+                shown += f" and {len(names) - MAX_SHOWN} more"
+            lines.append(f"Gradients not finite{where}: {shown}")
     lines = lines or ["Gradients not finite: none"]
     documents = list(dict.fromkeys(name for report in by_rank for name in report["documents"]))
-    return "\n".join([*lines, f"Documents of the step: {', '.join(documents) or 'unknown'}"])
+    lines.append(f"Documents of the step: {', '.join(documents) or 'unknown'}")
+    return "\n".join(lines)
 
 
 def find_nonfinite_operands(state: ShardedState, recompute: Callable[[], Any]) -> list[str]:
@@ -112,7 +115,9 @@ def find_nonfinite_operands(state: ShardedState, recompute: Callable[[], Any]) -
     for rank, first in enumerate(gather_objects(operands[:1], world.on_host)):
         where = f" on rank {rank}" if world.size > 1 else ""
         for number, role, expert in first:
-            operand = names[number] + ("" if expert is None else f", expert {expert}")
+            operand = names[number]
+            if expert is not None:
+                operand += f", expert {expert}"
             lines.append(f"First non-finite operand{where}: {ROLES[role]} {operand}")
     return lines
 

@@ -108,7 +108,8 @@ class PrecisionChoice:
     @property
     def rates_text(self) -> str:
         """The rates as text."""
-        rates = (f"{name} {rate / 1e9:,.0f}" for name, rate in self.rates.items())
+        gigaflops = {name: rate / 1e9 for name, rate in self.rates.items()}
+        rates = [f"{name} {rate:,.0f}" for name, rate in gigaflops.items()]
         return f"{', '.join(rates)} GFLOP/s"
 
 

@@ -46,8 +46,9 @@ class StateCopy:
             memory, dtype=torch.uint8, count=size - HEAD_BYTES, offset=start + HEAD_BYTES
         )
         if memory[start]:
-            length = int.from_bytes(memory[start + 8 : start + 16], "little")
-            self.head = json.loads(memory[start + 16 : start + 16 + length])
+            text = start + 16
+            length = int.from_bytes(memory[start + 8 : text], "little")
+            self.head = json.loads(memory[text : text + length])
 
     def invalidate(self) -> None:
         """Mark the copy as not complete."""
@@ -61,8 +62,9 @@ class StateCopy:
         text = json.dumps(head).encode()
         start = self._start
         assert 16 + len(text) <= HEAD_BYTES, f"{len(text)} bytes do not fit before a copy"
-        self._memory[start + 8 : start + 16] = len(text).to_bytes(8, "little")
-        self._memory[start + 16 : start + 16 + len(text)] = text
+        text_start = start + 16
+        self._memory[start + 8 : text_start] = len(text).to_bytes(8, "little")
+        self._memory[text_start : text_start + len(text)] = text
         self._memory[start] = 1
         self.head = head
 
@@ -101,8 +103,8 @@ class MemoryCheckpoint:
             return
         tensors = state()
         if not self._copies:
-            size = HEAD_BYTES + math.ceil(packed_size(tensors) / PAGESIZE) * PAGESIZE
-            self._copies = _map_copies(self._attempt.memory, size)
+            pages = math.ceil(packed_size(tensors) / PAGESIZE)
+            self._copies = _map_copies(self._attempt.memory, HEAD_BYTES + pages * PAGESIZE)
         self._turn += 1
         head = {
             "turn": [self._attempt.number, self._turn],
@@ -127,17 +129,20 @@ class MemoryCheckpoint:
         if loss is not None:
             now = time.time()
             newest = heads[max(heads)] if heads else {}
+            detected = loss.detected_at
+            under_way_s = detected - newest.get("at", detected)
             self.recovered = {
                 "lost": list(loss.ranks),
                 "why": loss.reason,
-                "noticed": loss.detected_at,
+                "noticed": detected,
                 "met": now,
-                "restart_s": now - loss.detected_at,
-                "under_way_s": max(loss.detected_at - newest.get("at", loss.detected_at), 0.0),
+                "restart_s": now - detected,
+                "under_way_s": max(under_way_s, 0.0),
             }
             if newest:
                 self.recovered["reached"] = newest["progress"]["step"]
-        turn = newest_common([[tuple(h["turn"]) for h in rank_heads] for rank_heads in by_rank])
+        turns_by_rank = [[tuple(head["turn"]) for head in heads] for heads in by_rank]
+        turn = newest_common(turns_by_rank)
         progress = None
         for copy in self._copies:
             # Newer copies belong to a history that the run does not continue.
@@ -186,10 +191,11 @@ def unpack(packed_bytes: Tensor, tensors: Sequence[Tensor]) -> None:
 def _tensor_views(tensors: Sequence[Tensor], packed_bytes: Tensor) -> list[Tensor]:
     """Return views of ``packed_bytes`` for each tensor's values, in its dtype and shape."""
     pieces = packed_bytes[: packed_size(tensors)].split(_padded_sizes(tensors))
-    return [
-        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for piece, tensor in zip(pieces, tensors, strict=True)
-    ]
+    views = []
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        values = piece[: tensor.nbytes].view(tensor.dtype)
+        views.append(values.view(tensor.shape))
+    return views
 
 
 def _padded_sizes(tensors: Sequence[Tensor]) -> list[int]:

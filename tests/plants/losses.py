@@ -25,8 +25,8 @@ PLANTS = (
         "an answer's log-probability is a mean over its labels",
         PAIRS,
         "training/losses/dpo.py",
-        "losses_P[: rows.n_valid].to(wide), 0).sum(1)",
-        "losses_P[: rows.n_valid].to(wide), 0).sum(1) / in_segment_NP.sum(1)",
+        "torch.where(in_segment_NP, valid_P, 0).sum(1)",
+        "torch.where(in_segment_NP, valid_P, 0).sum(1) / in_segment_NP.sum(1)",
     ),
     Plant(
         "chosen and rejected change places",

@@ -118,5 +118,6 @@ def segment_digests(batch: MicroBatch) -> Iterator[tuple[str, slice]]:
     start = 0
     for length in batch.lengths:
         rows = slice(start, start + length)
-        yield sha256(rows_2T[:, rows].tobytes()).hexdigest()[:32], rows
+        digest = sha256(rows_2T[:, rows].tobytes())
+        yield digest.hexdigest()[:32], rows
         start += length

@@ -158,7 +158,8 @@ class TopKDistillation(Distillation):
 
     def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> Objective:
         """Return the loss with a teacher that runs in each step, and K for a small vocabulary."""
-        self.record = self.record.model_copy(update={"top_k": max(2, decoder.vocab // 8)})
+        top_k = max(2, decoder.vocab // 8)
+        self.record = self.record.model_copy(update={"top_k": top_k})
         return super().for_proof(parts, decoder, seed)
 
     def __call__(
@@ -196,8 +197,10 @@ class TopKDistillation(Distillation):
         count = 0
         with ExitStack() as stack:
             file = None
-            if any(part.has_head for part in job.parts.chunks) and coords.tp == coords.cp == 0:
-                file = stack.enter_context((folder / ROWS_FILE.format(coords.dp)).open("wb"))
+            has_head = any(part.has_head for part in job.parts.chunks)
+            if has_head and coords.tp == coords.cp == 0:
+                path = folder / ROWS_FILE.format(coords.dp)
+                file = stack.enter_context(path.open("wb"))
             for batch in job.loader.all_batches(held_out=False):
                 flow = self.teacher_flow(batch)
                 probs_PW = self._top_probabilities(flow, job.run.train.loss_chunk)
@@ -223,7 +226,8 @@ class TopKDistillation(Distillation):
             DataError: if a segment was not scored.
         """
         assert self._folder is not None
-        probs_TW = np.zeros((batch.rows, 2 * self.record.top_k + 1), np.float32)
+        width = 2 * self.record.top_k + 1
+        probs_TW = np.zeros((batch.rows, width), np.float32)
         for (key, rows), origin in zip(segment_digests(batch), batch.sources, strict=True):
             if key not in self._segment_starts:
                 raise DataError(
@@ -235,7 +239,8 @@ class TopKDistillation(Distillation):
                 stored = np.memmap(self._folder / ROWS_FILE.format(dp), np.float32, "r")
                 self._files[dp] = stored.reshape(-1, probs_TW.shape[1])
             rows_R = np.flatnonzero(batch.labels_T[rows] != IGNORE_INDEX) + rows.start
-            probs_TW[rows_R] = self._files[dp][first : first + len(rows_R)]
+            last = first + len(rows_R)
+            probs_TW[rows_R] = self._files[dp][first:last]
         return probs_TW
 
 

@@ -88,7 +88,8 @@ class Preference(Objective):
         else:
             losses = -F.logsigmoid(beta * h)
             slope = -beta * torch.sigmoid(-beta * h)
-        sums = torch.stack([losses.sum(), beta * h.sum(), (h > 0).sum().to(h.dtype)])
+        better = (h > 0).sum()
+        sums = torch.stack([losses.sum(), beta * h.sum(), better.to(h.dtype)])
         # All ranks that share the rows have the same sums: only the first one returns them.
         if flow.world.group("tp_cp").index > 0:
             sums = torch.zeros_like(sums)
@@ -147,5 +148,6 @@ def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) ->
     number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
     in_segment_NP = rows.segment_T == number_N1
     # One sum per segment: scatter-add would not fix the order of additions.
-    log_N = -torch.where(in_segment_NP, losses_P[: rows.n_valid].to(wide), 0).sum(1)
+    valid_P = losses_P[: rows.n_valid].to(wide)
+    log_N = -torch.where(in_segment_NP, valid_P, 0).sum(1)
     return sum_(log_N, flow.world.group("cp"))
