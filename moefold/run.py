@@ -23,9 +23,9 @@ from moefold.model.families import folder
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import ModelNeeds, model_needs, qk_clip_violations, require_possible
+from moefold.spec.decoder import ModelNeeds, model_needs, require_possible
 from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
-from moefold.spec.tuning import apply_tuning, tuning_violations
+from moefold.spec.tuning import apply_tuning, optimizer_violations, tuning_violations
 from moefold.training.config import ADAPTER, Lora, Train
 from moefold.training.hooks.config import Watch
 
@@ -78,17 +78,16 @@ class Run(Record):
                 yield from quantise_violations(self.decoder)
                 cuts = cut_violations(self.decoder, self.layout, self.data.seq)
                 yield from (violation.under("layout") for violation in cuts)
-            if self.optim.qk_clip is not None:
-                clips = qk_clip_violations(self.decoder, self.optim.qk_clip)
-                yield from (violation.under("optim") for violation in clips)
+            found = optimizer_violations(self.decoder, self.optim)
+            yield from (violation.under("optim") for violation in found)
             if self.optim.group:
                 cuts = moment_violations(self.decoder, self.optim, self.layout, self.data.seq)
                 yield from (violation.under("layout") for violation in cuts)
             yield from self.train.violations(self)
             if self.layout.constrains_model and not any(self.layout.rules()):
                 rows = self.train.micro_batch
-                found = self.layout.violations(self.needs, rows * self.data.seq)
-                yield from (broken.under("layout") for broken in found)
+                broken = self.layout.violations(self.needs, rows * self.data.seq)
+                yield from (violation.under("layout") for violation in broken)
                 yield from self._step_violations()
         except DataError as error:
             yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from moefold.optim.base import Optimizer, state_dtype, zeros_for
-from moefold.optim.config import AdamW, AdamWRule
+from moefold.optim.config import (
+    AdamW,
+    AdamWRule,
+    ParameterGroup,
+    UpdateSettings,
+    update_settings,
+)
 from moefold.optim.moments import (
     Bf16Moment,
     ElementRun,
@@ -112,13 +118,23 @@ class AdamWOptimizer(Optimizer):
 
     FP8 moments also have ``exp_avg_groups`` and ``exp_avg_sq_groups``. ``groups`` has the
     positions of this rank's elements, for low-precision moments; without it parameters are full.
+    ``parameter_groups`` are those of the run, if ``rule`` is the rest of another optimizer.
     """
 
     def __init__(
-        self, rule: AdamWRule, params: Mapping[str, Tensor], groups: MomentGroups | None = None
+        self,
+        rule: AdamWRule,
+        params: Mapping[str, Tensor],
+        groups: MomentGroups | None = None,
+        parameter_groups: Sequence[ParameterGroup] = (),
     ) -> None:
         super().__init__(params)
         self.rule = rule
+        own = rule.groups if isinstance(rule, AdamW) else parameter_groups
+        self._settings = {
+            n: update_settings(own, n, rule.lr, rule.decay_of(n, p.shape))
+            for n, p in self.params.items()
+        }
         self._groups = groups
         self.group = rule.group if isinstance(rule, AdamW) else 0
         unfit = [name for name, p in self.params.items() if not fusible(p)]
@@ -130,7 +146,6 @@ class AdamWOptimizer(Optimizer):
         self._fused = {
             n for n, p in self.params.items() if rule.backend != "reference" and fusible(p)
         }
-        self._decayed = {n for n, p in self.params.items() if rule.decays(n, p.shape)}
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.low_precision: dict[
             str, tuple[Bf16Moment, Bf16Moment] | tuple[Fp8Moment, Fp8Moment]
@@ -153,9 +168,9 @@ class AdamWOptimizer(Optimizer):
         for count in self._steps.values():
             count += 1
 
-        def update(tensors: TensorGroup, fused: bool, decayed: bool, step: int) -> None:
-            decay = self.rule.weight_decay if decayed else 0.0
-            rate = self.rule.lr * lr_factor
+        def update(tensors: TensorGroup, fused: bool, settings: UpdateSettings, step: int) -> None:
+            rate = settings.lr * lr_factor
+            decay = settings.weight_decay
             arguments = AdamWUpdate(*tensors, self.rule, step, rate, decay, scale)
             (adamw_fused_ if fused else adamw_reference_)(arguments)
 
@@ -184,9 +199,9 @@ class AdamWOptimizer(Optimizer):
             fp8 = {name: [m for m in both if isinstance(m, Fp8Moment)] for name, both in narrow}
             encode_shared_groups(fp8, self._groups)
 
-    def _update_key(self, name: str) -> tuple[bool, bool, int]:
-        """Return (fused, decayed, step): parameters with equal keys can be updated together."""
-        return name in self._fused, name in self._decayed, int(self._steps[name])
+    def _update_key(self, name: str) -> tuple[bool, UpdateSettings, int]:
+        """Return (fused, settings, step): parameters with equal keys can be updated together."""
+        return name in self._fused, self._settings[name], int(self._steps[name])
 
     def _element_run(self, name: str) -> ElementRun:
         """Return this rank's elements of a parameter as a run of its shard."""
@@ -213,8 +228,10 @@ class AdamWOptimizer(Optimizer):
                 self._add_state(name, state_name, tensor)
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """Return the learning rate of this step."""
-        return {self.rule.kind: self.rule.lr * lr_factor}
+        """Return the learning rates of this step."""
+        rule = self.rule
+        others = rule.group_rates(lr_factor) if isinstance(rule, AdamW) else {}
+        return {rule.kind: rule.lr * lr_factor, **others}
 
     def describe(self) -> dict[str, str]:
         """Return a description of how the update is computed."""

@@ -6,9 +6,9 @@ exists) are here too, so that memory can be planned without torch.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -178,12 +178,74 @@ class QkClip(Record):
     """Exponent of the scaling factor for queries; keys have the exponent 1 - ``alpha``."""
 
 
+GROUP_NAMES: Mapping[str, tuple[str, ...]] = {
+    "embedding": ("embed.*",),
+    "head": ("head.*",),
+    "router": ("*.router.*",),
+}
+"""Words for parameters in ``optim.groups``, and the patterns of global names that they mean."""
+
+
+class ParameterGroup(Record):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    names: Annotated[tuple[str, ...], Field(min_length=1, examples=[["embedding", "head"]])]
+    """Patterns of global names; ``embedding``, ``head`` and ``router`` for these modules."""
+    lr: Rate | None = None
+    """Peak learning rate, which follows the schedule of all others; None: the optimizer's."""
+    weight_decay: Rate | None = None
+    """None: the optimizer's. Parameters that ``no_decay`` names still have none."""
+
+    @property
+    def label(self) -> str:
+        """Name of the group in figures."""
+        return "+".join(self.names)
+
+    def matches(self, name: str) -> bool:
+        """Return whether a parameter is of the group."""
+        return any(matches(name, GROUP_NAMES.get(each, (each,))) for each in self.names)
+
+    def rules(self) -> Iterator[Violation]:
+        """Something is set."""
+        if self.lr is None and self.weight_decay is None:
+            yield Violation(("lr",), None, "must be set, or weight_decay", 1e-4)
+
+
+class UpdateSettings(NamedTuple):
+    """What the update of a parameter takes from the run file."""
+
+    lr: float
+    """Peak learning rate."""
+    weight_decay: float
+
+
+def update_settings(
+    groups: Sequence[ParameterGroup], name: str, lr: float, weight_decay: float | None
+) -> UpdateSettings:
+    """Return a parameter's settings: those of the first group that matches, if it states them.
+
+    Args:
+        groups: ``optim.groups``.
+        name: the parameter's global name.
+        lr: the optimizer's peak rate.
+        weight_decay: the optimizer's; None for a parameter that never decays.
+    """
+    group = next((group for group in groups if group.matches(name)), None)
+    if group is not None and group.lr is not None:
+        lr = group.lr
+    if group is not None and group.weight_decay is not None and weight_decay is not None:
+        weight_decay = group.weight_decay
+    return UpdateSettings(lr, weight_decay or 0.0)
+
+
 class Optim(Record):
-    """Settings of every optimizer: learning rate, its schedule, and gradient clipping."""
+    """Settings of every optimizer: learning rates, their schedule, and gradient clipping."""
 
     kind: str
     lr: Rate
     """Peak learning rate."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with settings of their own; one that several groups match is of the first."""
     schedule_lr: Annotated[LrSchedule, LR_SCHEDULE] = Constant()
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm that is not scaled down; None never clips."""
@@ -196,6 +258,11 @@ class Optim(Record):
     @abstractmethod
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the state tensors, each of the parameter's own shape."""
+
+    def group_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
+        """Return the learning rate of each group that has its own, by the group's label."""
+        rated = [(group.label, group.lr) for group in self.groups]
+        return {label: lr * lr_factor for label, lr in rated if lr is not None}
 
     @property
     def group(self) -> int:
@@ -245,6 +312,10 @@ class DecayRule(Record):
     def decays(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether weight decay applies to the parameter."""
         return len(shape) >= 2 and not matches(name, self.no_decay)
+
+    def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
+        """Return the parameter's weight decay unless a group states another; None: never any."""
+        return self.weight_decay if self.decays(name, shape) else None
 
 
 class AdamWRule(DecayRule):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.optim.base import Optimizer, state_dtype, zeros_for
-from moefold.optim.config import MomentumRule
+from moefold.optim.config import MomentumRule, UpdateSettings, update_settings
 
 aten = torch.ops.aten
 
@@ -31,6 +31,10 @@ class MomentumOptimizer(Optimizer):
             name: self._add_state(name, what, zeros_for(p))
             for name, p in self.params.items()
             for what in rule.state_names(name, p.shape)
+        }
+        self._settings = {
+            n: update_settings(rule.groups, n, rule.lr, rule.decay_of(n, p.shape))
+            for n, p in self.params.items()
         }
 
     @abstractmethod
@@ -51,10 +55,11 @@ class MomentumOptimizer(Optimizer):
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
         """Update every parameter by the rule."""
         grads = self._gradients(scale)
-        groups: dict[tuple[torch.device, torch.dtype, float], list[str]] = defaultdict(list)
+        groups: dict[tuple[torch.device, torch.dtype, UpdateSettings], list[str]]
+        groups = defaultdict(list)
         for name, p in self.params.items():
-            groups[p.device, p.dtype, self._weight_decay(name)].append(name)
-        for (_, _, decay), names in groups.items():
+            groups[p.device, p.dtype, self._settings[name]].append(name)
+        for (_, _, settings), names in groups.items():
             lists = [[self.params[n] for n in names], [grads[n].contiguous() for n in names]]
             if self._momenta:
                 lists.append([self._momenta[n] for n in names])
@@ -62,18 +67,16 @@ class MomentumOptimizer(Optimizer):
                 if scale != 1:
                     aten._foreach_mul_(piece_grads, scale)
                 wide = [p.to(state_dtype(p)) for p in params]
-                lr = self.rule.lr * lr_factor
+                lr = settings.lr * lr_factor
+                decay = settings.weight_decay
                 self.update(wide, piece_grads, momenta[0] if momenta else (), lr, decay)
                 for param, updated in zip(params, wide, strict=True):
                     if updated is not param:
                         param.copy_(updated)
 
-    def _weight_decay(self, name: str) -> float:
-        return self.rule.weight_decay if self.rule.decays(name, self.params[name].shape) else 0.0
-
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """Return the learning rate of this step."""
-        return {self.rule.kind: self.rule.lr * lr_factor}
+        """Return the learning rates of this step."""
+        return {self.rule.kind: self.rule.lr * lr_factor, **self.rule.group_rates(lr_factor)}
 
     def describe(self) -> dict[str, str]:
         """Return the number of tensors."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.optim.base import FullMatrices, LocalMatrices, Optimizer, zeros_for
-from moefold.optim.config import Muon
+from moefold.optim.config import Muon, update_settings
 
 LINEAR = 3.4445
 CUBIC = -4.7750
@@ -125,7 +125,11 @@ class MuonOptimizer(Optimizer):
         shapes = self._wholes.shapes
         self._matrices = {n: p for n, p in self.params.items() if rule.orthogonalises(n, shapes[n])}
         rest = {n: p for n, p in self.params.items() if n not in self._matrices}
-        self._rest = AdamWOptimizer(rule.rest, rest)
+        self._rest = AdamWOptimizer(rule.rest, rest, parameter_groups=rule.groups)
+        self._settings = {
+            name: update_settings(rule.groups, name, rule.lr, rule.weight_decay)
+            for name in self._matrices
+        }
         self._momenta = {
             name: self._add_state(name, what, zeros_for(p))
             for name, p in self._matrices.items()
@@ -157,10 +161,10 @@ class MuonOptimizer(Optimizer):
             updates = orthogonalise(stack_Nmn, rule.ns_steps, dtype)
             for part, update in zip(batch, updates.split([len(x) for x in batch]), strict=True):
                 part.copy_(update)
-        lr = rule.lr * lr_factor
         for name, update in self._wholes.scatter(matrices, grads).items():
             size = update_scale(rule.scale, *self._wholes.shapes[name][-2:])
-            weight = self.params[name].mul_(1 - lr * rule.weight_decay)
+            lr = self._settings[name].lr * lr_factor
+            weight = self.params[name].mul_(1 - lr * self._settings[name].weight_decay)
             weight.add_(update, alpha=-lr * size)
         self._rest.step(scale, lr_factor)
 
@@ -169,8 +173,9 @@ class MuonOptimizer(Optimizer):
         return {**self._state, **self._rest.state()}
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """Return both learning rates of this step."""
-        return {self.rule.kind: self.rule.lr * lr_factor, **self._rest.lr(lr_factor)}
+        """Return all learning rates of this step."""
+        own = {self.rule.kind: self.rule.lr * lr_factor}
+        return {**own, **self._rest.lr(lr_factor), **self.rule.group_rates(lr_factor)}
 
     def describe(self) -> dict[str, str]:
         """Return a description of how both updates are computed."""

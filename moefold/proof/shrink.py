@@ -8,6 +8,7 @@ Imports no torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moefold.config.base import Record
 from moefold.data.config import Chat, Preferences
@@ -98,9 +99,20 @@ def for_proof(decoder: Decoder) -> Decoder:
 
 
 def small_optimizer(optim: Record) -> Record:
-    """Return an optimizer with a high learning rate that, if it clips, always clips."""
-    clips = getattr(optim, "clip_norm", None) is not None
-    return optim.model_copy(update={"lr": LEARNING_RATE} | ({"clip_norm": CLIP} if clips else {}))
+    """Return an optimizer with a high learning rate that, if it clips, always clips.
+
+    Groups of parameters keep the ratio of their rate to the optimizer's.
+    """
+    changes: dict[str, Any] = {"lr": LEARNING_RATE}
+    if getattr(optim, "clip_norm", None) is not None:
+        changes["clip_norm"] = CLIP
+    if isinstance(optim, Optim) and optim.groups and optim.lr:
+        times = LEARNING_RATE / optim.lr
+        changes["groups"] = tuple(
+            group.model_copy(update={"lr": None if group.lr is None else group.lr * times})
+            for group in optim.groups
+        )
+    return optim.model_copy(update=changes)
 
 
 def small_decoder(decoder: Decoder, needs: SizeRequirements) -> Decoder:

@@ -15,8 +15,8 @@ from moefold.config.errors import RunError, Violation
 from moefold.config.suggest import closest
 from moefold.model.config import Decoder, LowRank, to_stacks
 from moefold.model.families.peft_reading import read_adapter
-from moefold.optim.config import matches
-from moefold.spec.decoder import LORA_B, model_weights
+from moefold.optim.config import GROUP_NAMES, Optim, matches
+from moefold.spec.decoder import LORA_B, model_weights, qk_clip_violations
 from moefold.spec.layer import LayerSpec, Weight, round_up
 from moefold.training.config import LAYER_TARGETS, OTHER_TARGETS, Lora
 
@@ -45,6 +45,24 @@ def tuning_violations(
         violations = list(_adapter_violations(decoder, adapter))
         for violation in violations or _start_violations(decoder, adapter):
             yield violation.under("adapter")
+
+
+def optimizer_violations(decoder: Decoder, optim: Optim) -> Iterator[Violation]:
+    """Yield an optimizer's settings that do not fit a model: ``qk_clip``, and names of ``groups``
+    that no trained parameter has.
+    """
+    if optim.qk_clip is not None:
+        yield from qk_clip_violations(decoder, optim.qk_clip)
+    if not optim.groups:
+        return
+    trained = [weight.name for weight in model_weights(decoder) if not weight.frozen]
+    for number, group in enumerate(optim.groups):
+        for index, pattern in enumerate(group.names):
+            if any(matches(name, GROUP_NAMES.get(pattern, (pattern,))) for name in trained):
+                continue
+            path = ("groups", number, "names", index)
+            rule = "must match a parameter of the model that is trained"
+            yield Violation(path, pattern, rule, nearest_name(pattern, trained))
 
 
 def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:

@@ -22,7 +22,7 @@ from moefold.layers.precision import recipe_of
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
-from moefold.optim.rates import describe_rate
+from moefold.optim.rates import describe_rate, rate_factor
 from moefold.planner.plan import graph_bytes
 from moefold.planner.time import newton_schulz_flops
 from moefold.spec.decoder import model_weights, routings
@@ -281,7 +281,9 @@ def _rate(job: Trainer) -> Iterator[Row]:
         optim = job.run.optim
         progress = job.progress
         text = describe_rate(progress.rate, optim.schedule_lr, progress.step, optim.lr)
-        yield "rate", text
+        factor = rate_factor(progress.rate, optim.schedule_lr, progress.step)
+        others = [f"{label} {rate:.3g}" for label, rate in optim.group_rates(factor).items()]
+        yield "rate", "; ".join([text, *others])
 
 
 def _folder_unit(job: Trainer, coefficients: Sequence[float]) -> Iterator[str]:

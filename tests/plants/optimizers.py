@@ -6,6 +6,8 @@ MOMENTUM = "tests/cpu/test_optim_momentum.py::"
 SGD_TORCH = MOMENTUM + "test_sgd_equals_torch_bit_for_bit"
 LION_PAPER = MOMENTUM + "test_lion_is_what_its_paper_states"
 STATE_STATED = MOMENTUM + "test_state_is_what_the_record_states_and_comes_back"
+GROUPS = "tests/cpu/test_optim_groups.py::"
+GROUPS_APART = GROUPS + "test_groups_are_updated_as_by_optimizers_of_their_own"
 
 PLANTS = (
     Plant(
@@ -49,5 +51,33 @@ PLANTS = (
         "optim/lists.py",
         "                yield taken\n                taken = [[] for _ in lists]\n",
         "                taken = [[] for _ in lists]\n",
+    ),
+    Plant(
+        "a group's rate does not reach the rest of Muon",
+        GROUPS_APART,
+        "optim/muon.py",
+        "AdamWOptimizer(rule.rest, rest, parameter_groups=rule.groups)",
+        "AdamWOptimizer(rule.rest, rest)",
+    ),
+    Plant(
+        "a group's weight decay reaches norms",
+        GROUPS_APART,
+        "optim/config.py",
+        "group.weight_decay is not None and weight_decay is not None:",
+        "group.weight_decay is not None:",
+    ),
+    Plant(
+        "a group's rate does not follow the schedule",
+        GROUPS_APART,
+        "optim/lists.py",
+        "                lr = settings.lr * lr_factor\n",
+        "                lr = settings.lr\n",
+    ),
+    Plant(
+        "the head is in no group of its name",
+        GROUPS + "test_a_run_states_its_groups_and_trains_by_them",
+        "optim/config.py",
+        '"head": ("head.*",)',
+        '"head": ("embed.*",)',
     ),
 )
