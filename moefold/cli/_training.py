@@ -24,7 +24,7 @@ from moefold.training.banner import Row, banner_panel
 from moefold.training.formatting import count
 from moefold.training.hooks.alarms import RoutingCollapse
 from moefold.training.hooks.assemble import assemble
-from moefold.training.nonfinite import NonFiniteStep
+from moefold.training.nonfinite import LargeGradients, NonFiniteStep
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.report import summary
 from moefold.training.run_folder import History
@@ -112,7 +112,7 @@ def train_to_end(
         console.print(Text(str(stopped), style="yellow"), soft_wrap=True)
         console.print(Text(resume_hint(str(job.folder), is_fork)), soft_wrap=True)
         return SAVED_AND_STOPPED
-    except (NonFiniteStep, RoutingCollapse) as stopped:
+    except (NonFiniteStep, LargeGradients, RoutingCollapse) as stopped:
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")
         return STOPPED_BY_POLICY
     except (OSError, SaveError, DataError):

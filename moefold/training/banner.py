@@ -280,9 +280,11 @@ def _rate(job: Trainer) -> Iterator[Row]:
     if job.step_number < job.last_step:
         optim = job.run.optim
         progress = job.progress
-        text = describe_rate(progress.rate, optim.schedule_lr, progress.step, optim.lr)
-        factor = rate_factor(progress.rate, optim.schedule_lr, progress.step)
+        text = describe_rate(progress.rate, optim.schedule_lr, progress.updates, optim.lr)
+        factor = rate_factor(progress.rate, optim.schedule_lr, progress.updates)
         others = [f"{label} {rate:.3g}" for label, rate in optim.group_rates(factor).items()]
+        if progress.skipped:
+            others.append(f"{progress.skipped:,} of {progress.step:,} steps were skipped")
         yield "rate", "; ".join([text, *others])
 
 

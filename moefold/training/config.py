@@ -50,6 +50,14 @@ class Rewind(Record):
     limit: Size = 3
 
 
+class SkipNorm(Record):
+    """Skips steps with a large gradient; more than ``limit`` consecutive ones stop the run."""
+
+    above: Annotated[float, Field(gt=0)]
+    """Largest global gradient norm, before clipping, of a step that is not skipped."""
+    limit: Size = 20
+
+
 @ADAPTER.register
 class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685) as the only trained weights; all others are frozen."""
@@ -171,6 +179,8 @@ class Train(Record):
     """Number of tokens whose logits exist at a time."""
     on_nonfinite: Annotated[Record, NONFINITE] = Stop()
     """Policy for a step whose loss or gradient is not finite."""
+    skip_norm: SkipNorm | None = None
+    """Whether a step whose gradient has a large norm is skipped; None: it is only clipped."""
     freeze: tuple[str, ...] = ()
     """Patterns of global names of parameters that are not trained, such as ``*.router.*``. They
     have no gradient, master or optimizer state, and are stored in the dtype in which they are

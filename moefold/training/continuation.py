@@ -159,7 +159,8 @@ def continue_steps(progress: Progress, run: Run, loader: Loader) -> tuple[Progre
     step = progress.step
     phases = progress.rate or (RatePhase(steps),)
     optim = run.optim
-    changed = change_steps(phases, optim.schedule_lr, step, steps, run.train.extend, optim.lr)
+    done = progress.updates
+    changed = change_steps(phases, optim.schedule_lr, done, steps, run.train.extend, optim.lr)
     lines: list[str] = []
     if step and steps > phases[-1].end:
         index = progress.next_batch_index()

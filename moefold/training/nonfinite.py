@@ -1,9 +1,11 @@
-"""Policy for steps whose loss or gradient is not finite, applied before the update.
+"""Policy for steps whose loss or gradient is not finite, or too large, applied before the update.
 
-All ranks decide alike, from metrics that are equal on all; the report lists what each rank holds.
-A replay distinguishes faults of data and of hardware: equal weights, rows and order of sums give
-equal bits (on CUDA with ``deterministic: true``). If the gradients of all ranks are reproduced, the
-data or the model is at fault; if those of a rank differ, its machine is.
+A skipped step changes neither weights nor optimizer state, selection bias or place in the
+learning-rate schedule; its data have been read. All ranks decide alike, from metrics that are equal
+on all; the report lists what each rank holds. A replay distinguishes faults of data and of
+hardware: equal weights, rows and order of sums give equal bits (on CUDA with
+``deterministic: true``). If the gradients of all ranks are reproduced, the data or the model is at
+fault; if those of a rank differ, its machine is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +16,11 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import gather_objects
-from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
 from moefold.optim.norm import non_finite
 from moefold.parallel.data.sharding import ShardedState
 from moefold.spec.quantised import quantised_weight_names
-from moefold.training.config import Rewind, Skip, Stop
+from moefold.training.config import Rewind, Skip, SkipNorm, Stop, Train
 from moefold.training.figures import StepFigures
 from moefold.training.state import Progress
 
@@ -33,23 +34,32 @@ class NonFiniteStep(ValueError):
     """A step produced NaN or infinity; the weights were not updated."""
 
 
+class LargeGradients(ValueError):
+    """More consecutive steps than allowed had a gradient norm above ``train.skip_norm``."""
+
+
 def decide_update(
-    policy: Record,
+    train: Train,
     progress: Progress,
     figures: StepFigures,
     batches: Sequence[MicroBatch],
     state: ShardedState,
     recompute: Callable[[], Any],
 ) -> Literal["update", "skip", "rewind"]:
-    """Return what to do with a step with metrics ``figures``, by ``train.on_nonfinite``.
+    """Return what to do with a step, by ``train.on_nonfinite`` and ``train.skip_norm``.
 
-    All ranks call it. Strikes are counted in ``progress``, that before the step. ``state`` holds
-    its gradients; ``recompute`` recomputes them from the same ``batches`` and weights.
+    All ranks call it, with the step's ``figures``. Strikes are counted in ``progress``, that before
+    the step. ``state`` holds its gradients; ``recompute`` recomputes them from the same
+    ``batches`` and weights.
 
     Raises:
         NonFiniteStep: with the report, if the policy is to stop.
+        LargeGradients: if too many consecutive steps were skipped.
     """
-    if figures.finite:
+    policy = train.on_nonfinite
+    bound = train.skip_norm
+    is_large = bound is not None and figures.grad_norm > bound.above
+    if figures.finite and not is_large:
         # Steps repeated after a rewind do not reset strikes: only passing the offending one does.
         if progress.step >= progress.struck_at:
             progress.strikes = 0
@@ -57,6 +67,11 @@ def decide_update(
     assert isinstance(policy, Stop | Skip | Rewind)
     progress.strikes = progress.strikes + 1
     progress.struck_at = progress.step
+    if figures.finite:
+        assert bound is not None
+        if progress.strikes > bound.limit:
+            raise LargeGradients(_large_message(progress, figures, bound))
+        return "skip"
     description = _describe_nonfinite(batches, state)
     verdict = replay(state, recompute) if policy.replay else ""
     must_stop = isinstance(policy, Stop) or progress.strikes > policy.limit
@@ -73,6 +88,15 @@ def decide_update(
         + (f"{verdict}\n" if verdict else "")
         + "Remove the cause or lower optim.lr"
         + remedy * must_stop
+    )
+
+
+def _large_message(progress: Progress, figures: StepFigures, bound: SkipNorm) -> str:
+    return (
+        f"step {progress.step + 1} has a gradient norm of {figures.grad_norm:.4g}, above "
+        f"train.skip_norm.above ({bound.above:g}), as had the {bound.limit} steps before it, which "
+        "were skipped; nothing was updated. Raise train.skip_norm.above or its limit, or lower "
+        "optim.lr and resume from an earlier checkpoint"
     )
 
 

@@ -40,21 +40,28 @@ class Progress:
     """Progress of a run."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps done, skipped ones included: each has its batch of the data order."""
     tokens: int = 0
     """Valid tokens trained on."""
     excluded: tuple[int, ...] = ()
     """Indices of batches in the data order that rewinds excluded, ascending."""
     strikes: int = 0
-    """Consecutive non-finite steps, or rewinds since the run last passed the offending step."""
+    """Consecutive skipped steps, or rewinds since the run last passed the offending step."""
     struck_at: int = 0
-    """Number of steps done before the newest non-finite step."""
+    """Number of steps done before the newest step that was skipped or rewound."""
     sequence_offset: int = 0
     """Sequences read beyond those of the batches before, if a fork changed the batch size."""
     order: OrderStart = FROM_THE_START
     """Where the data order began: at the start of the run, or where a fork changed it."""
     rate: tuple[RatePhase, ...] = ()
     """Phases of the learning rate; empty before a run has said its number of steps."""
+    skipped: int = 0
+    """Steps that updated nothing."""
+
+    @property
+    def updates(self) -> int:
+        """Steps that updated the weights: the place in the learning-rate schedule."""
+        return self.step - self.skipped
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "Progress":

@@ -305,7 +305,7 @@ class Trainer:
 
         Raises:
             Interrupted: after a signal or a hook's request, once a checkpoint is saved.
-            NonFiniteStep: if a step's loss or gradient is not finite and the policy is to stop.
+            NonFiniteStep, LargeGradients: after a step that the policies do not let pass.
         """
         metrics: Figures = {}
         error: BaseException | None = None
@@ -368,23 +368,23 @@ class Trainer:
         figures = forward_backward()
         if figures.stop and self._stop_request is None:
             self._stop_request = "another rank was asked to stop"
-        policy = run.train.on_nonfinite
         now = self.progress
-        decision = decide_update(policy, now, figures, micros, self.state, forward_backward)
+        decision = decide_update(run.train, now, figures, micros, self.state, forward_backward)
         if decision == "rewind":
             self._rewind(index)
             return {}
-        lr_factor = rate_factor(self.progress.rate, run.optim.schedule_lr, step)
+        lr_factor = rate_factor(now.rate, run.optim.schedule_lr, now.updates)
         if decision == "update":
             self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)
             self.state.end_step()
-        self.progress.step += 1
-        self.progress.tokens += figures.tokens
+        now.step += 1
+        now.tokens += figures.tokens
+        now.skipped += decision == "skip"
         seconds = time.perf_counter() - started
         self._busy_s += seconds - (self.world.recorder.waited_s - waited)
         metrics = self._metrics(figures, lr_factor, seconds)
         if decision == "skip":
-            metrics["skipped"] = 1
+            metrics |= {"skipped": 1, "skipped_steps": now.skipped}
         self._call_hooks("on_step", metrics)
         self._save_copies()
         return metrics

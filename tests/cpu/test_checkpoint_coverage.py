@@ -42,6 +42,7 @@ PROGRESS = Progress(
     sequence_offset=9,
     order=OrderStart(2, (Given("left out", "its digest", 1, ((16, 3), (8, 1)), epoch=1),)),
     rate=(RatePhase(6), RatePhase(8, "constant", 6, 0.5)),
+    skipped=1,
 )
 BIASED = {
     "family": "deepseek_v3",

@@ -176,12 +176,12 @@ def test_steps_without_an_update_are_said_at_once(tmp_path: Path, terminal: bool
     job = FakeJob(tmp_path, [hook], last_step=50)
     hook.on_start(job)
     job.step_number = 7
-    hook.on_step(job, {"lm_loss": math.nan, "skipped": 1})
+    hook.on_step(job, {"lm_loss": math.nan, "skipped": 1, "skipped_steps": 3})
     job.step_number = 5
     hook.on_rewind(job)
     hook.on_stop(job, None)
     text = re.sub(r"\x1b\[[0-9;?]*\w", "", said(out))
-    assert "skipped step 7: loss or gradients are not finite" in text
+    assert "skipped step 7: loss or gradients are not finite; nothing was updated (3 sk" in text
     assert "rewound to step 5: a step was not finite" in text
     assert not terminal or "5/50" in text
 

@@ -23,7 +23,7 @@ from moefold.mesh.folding import Folding
 from moefold.run import Run
 from moefold.training import resume, trainer
 from moefold.training.distributed import open_world
-from moefold.training.nonfinite import NonFiniteStep
+from moefold.training.nonfinite import LargeGradients, NonFiniteStep
 from moefold.training.step import StepFigures
 from moefold.training.trainer import Interrupted, Trainer
 from tests.cpu.runs import corpus, raw_run
@@ -39,9 +39,9 @@ def run_of(folder: Path, **changes: Any) -> Run:
     return load(Run, raw_run(folder, **{"train": train, "watch": watch, **changes})).record
 
 
-def policy(**fields: Any) -> dict[str, Any]:
+def policy(skip_norm: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     train = {"steps": 4, "batch": 4, "micro_batch": 1, "precision": "fp64"}
-    return {"train": {**train, "on_nonfinite": {"kind": "stop", **fields}}}
+    return {"train": {**train, "on_nonfinite": {"kind": "stop", **fields}, "skip_norm": skip_norm}}
 
 
 def on_two(function: Callable[..., Told], folder: Path) -> list[Told]:
@@ -91,6 +91,10 @@ def bad_steps(info: RankInfo, folder: str) -> Told:
                 told["machine"] = error_of(job)
             finally:
                 trainer.gradients = compute
+        run = run_of(home, **policy({"above": 1e-9, "limit": 1}))
+        with Trainer(run, home / "large", world=world) as job:
+            told["large"] = error_of(job, LargeGradients)
+            told["skipped"] = f"{job.progress.skipped} of {job.step_number}"
     return told
 
 
@@ -190,6 +194,8 @@ def test_a_bad_step_is_reported_by_all_with_the_documents_of_all(tmp_path: Path)
     assert "Gradients not finite on rank" in told[0]["data"]
     assert "Replay: a machine fault: rank 1 got different bits" in told[0]["machine"]
     assert told[0]["machine"] == told[1]["machine"]
+    assert told[0]["large"] == told[1]["large"]
+    assert told[0]["skipped"] == told[1]["skipped"] == "1 of 1"
 
 
 def test_a_signal_or_a_failed_read_on_any_rank_ends_all_at_one_step(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ LION_PAPER = MOMENTUM + "test_lion_is_what_its_paper_states"
 STATE_STATED = MOMENTUM + "test_state_is_what_the_record_states_and_comes_back"
 GROUPS = "tests/cpu/test_optim_groups.py::"
 GROUPS_APART = GROUPS + "test_groups_are_updated_as_by_optimizers_of_their_own"
+SKIP = "tests/cpu/test_training_skip.py::"
+SKIPS = SKIP + "test_a_run_that_skips_a_batch_is_the_run_without_it"
 
 PLANTS = (
     Plant(
@@ -79,5 +81,33 @@ PLANTS = (
         "optim/config.py",
         '"head": ("head.*",)',
         '"head": ("embed.*",)',
+    ),
+    Plant(
+        "a step skipped by its norm advances the schedule",
+        SKIPS,
+        "training/state.py",
+        "return self.step - self.skipped",
+        "return self.step",
+    ),
+    Plant(
+        "a step skipped by its norm updates the selection bias",
+        SKIPS,
+        "training/trainer.py",
+        "clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)\n            self.state",
+        "clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)\n        self.state",
+    ),
+    Plant(
+        "the count of skipped steps is lost on resume",
+        SKIPS,
+        "training/state.py",
+        '        values["excluded"] = tuple(stored["excluded"])\n',
+        '        values["excluded"] = tuple(stored["excluded"])\n        values["skipped"] = 0\n',
+    ),
+    Plant(
+        "steps with large gradients are skipped without end",
+        SKIP + "test_a_limit_of_steps_in_a_row_ends_the_run",
+        "training/nonfinite.py",
+        "        if progress.strikes > bound.limit:\n",
+        "        if progress.strikes > bound.limit + 9:\n",
     ),
 )

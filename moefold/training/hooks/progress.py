@@ -1,5 +1,6 @@
 """Progress on the console: a live bar or plain lines, and a forecast of time and memory."""
 
+import math
 import resource
 import sys
 import time
@@ -70,7 +71,7 @@ class ProgressHook(Hook):
         time_left = clock(steps * self._sum / self._weight)
         facts = format_metrics(metrics)
         if metrics.get("skipped"):
-            text = "loss or gradients are not finite; its update was skipped"
+            text = _skip_reason(job, metrics)
             self._print(f"[bold yellow]skipped[/] step {job.step_number}: {text}")
         if self._bar is not None:
             task = self._bar.task_ids[0]
@@ -137,3 +138,13 @@ def format_metrics(metrics: Figures) -> str:
         texts = (f"{mfu:.0f} %" + f" {rate}" * (len(reported) > 1) for mfu, rate in reported)
         parts.append("MFU " + ", ".join(texts))
     return "  ".join(parts)
+
+
+def _skip_reason(job: JobView, metrics: Figures) -> str:
+    """Say why a step updated nothing, and how many did not."""
+    bound = job.run.train.skip_norm
+    norm = metrics.get("grad_norm", math.nan)
+    reason = "loss or gradients are not finite"
+    if bound is not None and bound.above < norm < math.inf:
+        reason = f"its gradient norm of {norm:.4g} is above train.skip_norm.above ({bound.above:g})"
+    return f"{reason}; nothing was updated ({metrics['skipped_steps']} skipped so far)"
