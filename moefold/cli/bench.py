@@ -4,6 +4,10 @@ Times matrix products, attention, element-wise sums and small training steps on 
 machine's CPU, and writes the rates to a file that `moefold plan --cluster cpu` reads. Then shows
 each RUN's step time as planned with these rates and as measured.
 
+With --walls it instead runs some steps of one RUN on random tokens, in the given layout, and says
+what bounds them: products, memory traffic, exchanges, waits for the host or for other ranks, as
+parts that add up to the step, each beside its plan, and the change that the planner thinks best.
+
 With --memory it instead runs two steps of one RUN on random tokens, in the given layout, and shows
 each rank's memory by part, planned and measured, after each action of the second step.
 """
@@ -23,9 +27,10 @@ from moefold.cli._common import (
     plain_table,
     print_json,
 )
+from moefold.cli._walls import print_walls, walls_json
 from moefold.files import folder_for, try_output
 from moefold.planner.hardware import default_machine_file
-from moefold.run import load_run
+from moefold.run import Run, load_run
 
 DEFAULT_RUNS = ["demo", "tiny"]
 
@@ -42,6 +47,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     text = "compare planned with measured memory instead of step times"
     parser.add_argument("--memory", action="store_true", help=text)
+    text = "say what bounds a step, by parts that add up to it"
+    parser.add_argument("--walls", action="store_true", help=text)
     add_layout(parser)
     add_world(parser)
     parser.add_argument("--picture", metavar="FILE", help="with --memory: plot it (default: none)")
@@ -50,13 +57,19 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
+    if args.memory and args.walls:
+        raise ValueError("--memory and --walls are two measurements: leave one out")
     if args.memory:
         return _compare_memory(args)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: must be at least 1")
-    for flag in ("layout", "world", "picture"):
+    if args.picture is not None:
+        raise ValueError("--picture needs --memory")
+    if args.walls:
+        return _show_walls(args)
+    for flag in ("layout", "world"):
         if getattr(args, flag) is not None:
-            raise ValueError(f"--{flag} needs --memory")
+            raise ValueError(f"--{flag} needs --memory or --walls")
     sources = args.sources or DEFAULT_RUNS
     runs = {source: load_run(source, args.overrides) for source in sources}
     file = Path(args.machine) if args.machine else default_machine_file()
@@ -88,13 +101,40 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare_memory(args: argparse.Namespace) -> int:
-    """Print planned and measured memory of the ranks after each action of a step."""
+def _single_run(args: argparse.Namespace, flag: str) -> tuple[Run, int]:
+    """Return the run that a measurement of one run is of, and its number of ranks."""
     source, *others = args.sources or DEFAULT_RUNS[:1]
     if others:
-        raise ValueError(f"--memory compares one run: leave {' '.join(others)} out")
+        raise ValueError(f"{flag} compares one run: leave {' '.join(others)} out")
     run = load_run(source, overrides_of(args))
-    world = run.layout.split.smallest_world if args.world is None else args.world
+    return run, run.layout.split.smallest_world if args.world is None else args.world
+
+
+def _show_walls(args: argparse.Namespace) -> int:
+    """Print what bounds a run's step, measured beside planned."""
+    run, world = _single_run(args, "--walls")
+    from moefold.training.walls_bench import measure_walls
+
+    measured = measure_walls(run, world, args.rounds)
+    facts = walls_json(measured.walls, (measured.task, measured.case))
+    if args.json:
+        about = {"run": run.name, "layout": run.layout.sizes, "world": world}
+        print_json({**about, "untraced_s": measured.untraced_s, **facts})
+        return 0
+    console = Console()
+    ranks = "one rank" if world == 1 else f"{world} ranks, {run.layout.split}"
+    console.print(Text(f"{run.name}: {ranks}", style="bold"), soft_wrap=True)
+    print_walls(console, facts)
+    text = (
+        f"a step without the trace takes {measured.untraced_s:.4g} s; planned with {measured.rates}"
+    )
+    console.print(Text(text, style="dim"), soft_wrap=True)
+    return 0
+
+
+def _compare_memory(args: argparse.Namespace) -> int:
+    """Print planned and measured memory of the ranks after each action of a step."""
+    run, world = _single_run(args, "--memory")
     picture = None if args.picture is None else Path(args.picture)
     if picture is not None:
         try_output(picture)

@@ -62,6 +62,9 @@ class Pending:
         self._works = works
         self._call = call
         self._keep_alive = keep_alive
+        if call is not None:
+            record, group, *_ = call
+            group.recorder.keep(record, works)
 
     def wait(self) -> None:
         """Wait until the result may be read; a second call does nothing.

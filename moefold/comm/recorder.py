@@ -3,15 +3,18 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 FORWARD = "forward"
 BACKWARD = "backward"
 MAX_RECORDS = 256
+POINT_TO_POINT = ("send", "receive")
+"""Operations of two ranks."""
 
 
 class CallSite(NamedTuple):
@@ -62,6 +65,22 @@ class OpenCall(NamedTuple):
     since: float
     blocking: bool
     """Whether the rank is blocked until the operation ends."""
+    begun: float
+    """When it began; ``since`` is later if the rank went on with other work at first."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Name of the operation, equal on all its ranks."""
+        return self.record.channel, self.record.number
+
+
+class TimedCall(NamedTuple):
+    """A completed operation of this rank on its timeline, in seconds of ``time.monotonic``."""
+
+    call: OpenCall
+    ended: float
+    thread: int
+    """The thread that was blocked until the end, or ended the operation."""
 
 
 FaultInjector = Callable[[CallRecord, Tensor, Tensor], Tensor]
@@ -76,6 +95,7 @@ class Recorder:
     return value, of the same shape, replaces the result.
 
     ``waited_s`` is the total of seconds in which this rank was blocked waiting for others.
+    ``timeline``, if set to a list, collects the operations that end, until ``stop_timeline``.
     """
 
     def __init__(self, mark: DeviceMarker | None = None) -> None:
@@ -88,6 +108,8 @@ class Recorder:
         self.inject_fault: FaultInjector | None = None
         self.totals: dict[CallSite, Total] = {}
         self.waited_s = 0.0
+        self.timeline: list[TimedCall] | None = None
+        self._works: dict[tuple[str, int], Sequence[Any]] = {}
         self._last: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
         self._begun_counts: dict[str, int] = {}
         self._open: dict[tuple[str, int], OpenCall] = {}
@@ -128,8 +150,26 @@ class Recorder:
             calls, total = self.totals.get(site, (0, 0))
             self.totals[site] = Total(calls + 1, total + bytes_sent)
             self._last.append(record)
-            self._open[channel, number] = OpenCall(record, ranks, time.monotonic(), blocking)
+            now = time.monotonic()
+            self._open[channel, number] = OpenCall(record, ranks, now, blocking, now)
         return record
+
+    def keep(self, record: CallRecord, works: Sequence[Any]) -> None:
+        """Keep the back end's works of an operation of all ranks until its end, for a timeline."""
+        if self.timeline is not None and record.site.op not in POINT_TO_POINT:
+            self._works[record.channel, record.number] = works
+
+    def stop_timeline(self) -> list[TimedCall]:
+        """Return the timeline and collect no more, once no work of the back end is under way.
+
+        A profiler must not stop before: threads of the back end still write into its trace.
+        """
+        for work in chain.from_iterable(self._works.values()):
+            work.wait()
+        self._works.clear()
+        collected = self.timeline or []
+        self.timeline = None
+        return collected
 
     def wait(self, record: CallRecord) -> None:
         """Record that the rank is blocked from now until an operation ends."""
@@ -143,8 +183,12 @@ class Recorder:
         """Record the end of an operation on this rank."""
         with self._lock:
             call = self._open.pop((record.channel, record.number), None)
+            now = time.monotonic()
+            self._works.pop((record.channel, record.number), None)
             if call is not None and call.blocking:
-                self.waited_s += time.monotonic() - call.since
+                self.waited_s += now - call.since
+            if call is not None and self.timeline is not None:
+                self.timeline.append(TimedCall(call, now, threading.get_ident()))
             if call is not None and self._mark is not None:
                 self._on_device[record.channel] = call, self._mark()
 

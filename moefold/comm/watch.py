@@ -128,8 +128,8 @@ class HangWatch:
         self._beat_count += 1
         now = time.monotonic()
         waiting = tuple(
-            WaitingCall(call.channel, call.number, call.description, ranks, now - since)
-            for call, ranks, since, _ in self.recorder.waiting()
+            WaitingCall(*call.key, call.record.description, call.ranks, now - call.since)
+            for call in self.recorder.waiting()
         )
         last = self.recorder.last(1)
         beat = Heartbeat(

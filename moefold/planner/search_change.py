@@ -1,8 +1,9 @@
 """Suggested changes to a layout: all single changes, with their planned time and memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from moefold.mesh.config import AXES, Sizes
@@ -49,8 +50,12 @@ class ChangedLayout(NamedTuple):
         return self._replace(layout=self.layout.model_copy(update=update))
 
 
-def suggest_changes(task: TrainingTask, case: Case) -> tuple[LayoutChange, ...]:
+def suggest_changes(
+    task: TrainingTask, case: Case, further: Iterable[tuple[str, ChangedLayout]] = ()
+) -> tuple[LayoutChange, ...]:
     """Return the most useful single changes to the layout of a task's case.
+
+    ``further``: changes to try besides, with their descriptions.
 
     If the layout fits, these are changes that fit and are faster, the fastest first; otherwise
     changes that make it fit, the fastest first, or else those that save most memory.
@@ -60,7 +65,7 @@ def suggest_changes(task: TrainingTask, case: Case) -> tuple[LayoutChange, ...]:
     peak = max(rank_totals(case))
     limit = memory * (1 - MEMORY_RESERVE) if peak <= memory * (1 - MEMORY_RESERVE) else memory
     timed = list[tuple[float, str, Case]]()
-    for description, changed in _single_changes(task, case):
+    for description, changed in chain(_single_changes(task, case), further):
         with suppress(ValueError):
             changed_case = task.case(*changed)
             timed.append((estimate_time(changed_case).seconds, description, changed_case))

@@ -30,6 +30,7 @@ from tests.plants import (
     stored,
     tuning,
     vocabulary,
+    walls,
 )
 from tests.plants.plant import Plant
 
@@ -65,6 +66,7 @@ PLANTS: tuple[Plant, ...] = tuple(
             *stored.PLANTS,
             *tuning.PLANTS,
             *vocabulary.PLANTS,
+            *walls.PLANTS,
         ),
         key=lambda plant: plant.test,
     )

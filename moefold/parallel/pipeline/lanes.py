@@ -8,6 +8,7 @@ issue the operations of each group in the same order, however fast either lane i
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import zip_longest
 from types import TracebackType
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
+LANE_WAIT = "wait for an exchange"
+"""Name in traces of a wait of the compute lane for the exchange lane."""
 State = tuple[Any, ...]
 """What one task of a chain passes to the next: tensors, None and Python values."""
 
@@ -128,7 +132,10 @@ class Lanes:
 
     def _resolve(self, state: State | ExchangeFuture) -> State:
         """Return a task's result for use on the main lane, waiting for an exchange."""
-        result = _wait(state)
+        # Named in traces, so that a wait for an exchange is told from a slow host.
+        is_late = isinstance(state, ExchangeFuture) and not state.future.done()
+        with record_function(LANE_WAIT) if is_late else nullcontext():
+            result = _wait(state)
         if isinstance(state, ExchangeFuture) and state.done is not None:
             torch.cuda.current_stream().wait_event(state.done)
             _record_stream(torch.cuda.current_stream(), result)

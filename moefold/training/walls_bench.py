@@ -1,0 +1,153 @@
+"""The wall of a run's step: a few steps of random tokens on local processes, traced."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import gettempdir
+from typing import Any, NamedTuple
+
+import torch
+
+from moefold.comm.collectives import sum_
+from moefold.comm.environment import RankInfo
+from moefold.comm.fork_server import fork_server
+from moefold.comm.launch import launch
+from moefold.comm.world import World
+from moefold.config.slot import modules_to_preload
+from moefold.data.batch import random_batches
+from moefold.layers.config import Precision
+from moefold.model.init import initialise
+from moefold.parallel.apply import build_parts
+from moefold.parallel.data.sharding import ShardedState
+from moefold.planner.case import Case
+from moefold.planner.hardware import Cluster, Machine, default_machine_file
+from moefold.planner.task import TrainingTask, task_from_run
+from moefold.planner.walls import StepWalls
+from moefold.run import Run, require_fit
+from moefold.training.calibrate import measure_kernels
+from moefold.training.distributed import device_kind, open_world, single_rank
+from moefold.training.machine import HOST_BYTES, cpu_name
+from moefold.training.memory import cluster_of
+from moefold.training.step import gradients
+from moefold.training.trace import StepTrace
+
+LOOPBACK_SHARE = 0.25
+"""Assumed rate of messages between processes of one machine, as a share of its memory's."""
+
+
+class MeasuredSteps(NamedTuple):
+    """What a few steps of a run showed, and how they were planned."""
+
+    walls: StepWalls
+    """Of the traced step of median length."""
+    untraced_s: float
+    """Median seconds of a step without a trace."""
+    task: TrainingTask
+    case: Case
+    """Planned with the measured load of the experts' ranks."""
+    rates: str
+    """Origin of the rates with which it was planned."""
+
+
+def measure_walls(run: Run, world: int, rounds: int) -> MeasuredSteps:
+    """Time ``rounds`` steps of random tokens, and trace as many, on ``world`` ranks.
+
+    Raises:
+        RunError: if the run's layout does not fit so many ranks.
+        ValueError: if the run cannot be planned, or there are fewer devices than ranks.
+    """
+    require_fit(run, world)
+    device = device_kind(world)
+    cluster, rates = _cluster_here(device, world)
+    task, layout = task_from_run(run, cluster, load=1.0)
+    run = run.model_copy(update={"layout": layout})
+    case = task.case(layout)
+    precision: Precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
+    args = run, precision, case.num_micro_batches, rounds
+    if world == 1:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as launched ranks and measured rates have
+        try:
+            data, untraced = measure_rank(None, *args)
+        finally:
+            torch.set_num_threads(threads)
+    else:
+        fork_server(__name__, *modules_to_preload((run, run.decoder)))
+        data, untraced = launch(measure_rank, world, *args, device=device)
+    walls = StepWalls.from_json(data)
+    task = replace(task, load=max(1.0, walls.load))
+    return MeasuredSteps(walls, untraced, task, task.case(layout), rates)
+
+
+def _cluster_here(device: str, world: int) -> tuple[Cluster, str]:
+    """Return this machine's devices as the planner's cluster, and the origin of their rates."""
+    if device == "cuda":
+        cluster = cluster_of(World.single(torch.device(device)))
+        per_node = min(world, torch.cuda.device_count())
+        return replace(cluster, devices=world, per_node=per_node), cluster.device.name
+    file = default_machine_file()
+    if file.exists():
+        machine = Machine.read(file)
+        rates = f"the rates in {file}"
+    else:
+        machine = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
+        rates = "rates of kernels measured now (`moefold bench` fits them to whole steps)"
+    loopback = LOOPBACK_SHARE * machine.bandwidth
+    chip = replace(machine.device, link_bandwidth=loopback, nic_bandwidth=loopback)
+    return Cluster(chip, world, 1, 1), rates
+
+
+def measure_rank(
+    info: RankInfo | None, run: Run, precision: Precision, micro_batches: int, rounds: int
+) -> tuple[dict[str, Any], float]:
+    """Run steps on one rank; return the walls of the median traced one, and untraced seconds.
+
+    ``info``: None for a single rank, which runs in this process.
+    """
+    # No rank hangs here for long enough to write a report into a folder.
+    ranks = single_rank(run) if info is None else open_world(run, info, Path(gettempdir()))
+    with ranks as world:
+        walls, untraced = trace_steps(world, run, precision, micro_batches, rounds)
+        return walls.to_json(), untraced
+
+
+def trace_steps(
+    world: World, run: Run, precision: Precision, micro_batches: int, rounds: int
+) -> tuple[StepWalls, float]:
+    """Run steps on the ranks of a world; return what :func:`measure_rank` does, as a record."""
+    parts = build_parts(run.decoder, precision, run.layout, world)
+    initialise(parts.model, run.decoder, run.seed, parts.shards)
+    state = ShardedState(parts)
+    optimizer = state.optimizer(run.optim)
+    shape = run.train.micro_batch, run.data.seq
+    batches = [
+        batch.to(world.device)
+        for batch in random_batches(
+            run.decoder.vocab, shape, micro_batches, run.seed + world.attention.dp
+        )
+    ]
+
+    def step() -> tuple[float, float]:
+        sum_(torch.zeros(1), world.on_host)  # ranks begin together
+        started = time.monotonic()
+        gradients(state, batches, run.train.loss_chunk)
+        optimizer.step()
+        state.end_step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        return started, time.monotonic()
+
+    step()
+    untraced = list[float]()
+    traced = list[StepWalls]()
+    for _ in range(rounds):
+        started, ended = step()
+        untraced.append(ended - started)
+        trace = StepTrace(world)
+        trace.start()
+        window = step()
+        trace.stop()
+        traced.append(trace.measure(window, parts))
+    middle = sorted(traced, key=lambda walls: walls.seconds)[len(traced) // 2]
+    return middle, median(untraced)
