@@ -25,6 +25,7 @@ from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.config import Layout
 from moefold.schedule.table import Table
+from moefold.spec.decoder import parts_below_trained
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,17 @@ class Chunk:
     """Tensors of rows [T, D] that a pass of training receives from the stage before, as one."""
     sends: int = 1
     """Tensors of rows that it sends to the next: more than one after multi-token layers."""
+    forward_only: int = 0
+    """Number of its first parts, embedding and layers, that have no backward."""
+    sends_gradient: bool = True
+    """Whether the stage before reads the gradient of what it sends."""
 
     @classmethod
-    def of(cls, stages: Stages, number: int, layers: int) -> "Chunk":
-        """Build one stage of all; multi-token layers are numbered from ``layers`` on."""
+    def of(cls, stages: Stages, number: int, layers: int, untrained: int = 0) -> "Chunk":
+        """Build one stage of all; multi-token layers are numbered from ``layers`` on.
+
+        No parameter is trained in the first ``untrained`` parts of the model.
+        """
         parts = stages.parts()[number]
         sends = stages.sent_rows[number]
         kinds = [part.kind for part in parts]
@@ -58,7 +66,9 @@ class Chunk:
         ends = "embedding" in kinds, "loss" in kinds
         receives = sends - len(ahead)
         has_norm = bool(ahead) or ("loss" in kinds and receives == 1)
-        return cls(main, *ends, ahead, has_norm, receives, sends)
+        before = sum(map(len, stages.parts()[:number]))
+        forward_only = min(max(untrained - before, 0), len(main) + ends[0])
+        return cls(main, *ends, ahead, has_norm, receives, sends, forward_only, untrained < before)
 
 
 HooksFor = Callable[..., UnshardHooks]
@@ -125,7 +135,10 @@ def partition_model(model: DecoderModel, layout: Layout, world: World) -> ModelP
     table = layout.table(2 * sizes.pp)
     stages = layout.stages_of(model.record)
     stage_numbers = [table.stage_of(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
-    chunks = tuple(Chunk.of(stages, stage, model.record.layers) for stage in stage_numbers)
+    untrained = parts_below_trained(model.record)
+    chunks = tuple(
+        Chunk.of(stages, stage, model.record.layers, untrained) for stage in stage_numbers
+    )
     letters = "EmL" if model.record.tied else "Em"
     holders = {
         table.rank_of(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)

@@ -30,6 +30,7 @@ from moefold.schedule.config import GPipe, Schedule, build_table
 from moefold.schedule.table import Table
 from moefold.spec.codes import coded_blocks
 from moefold.spec.decoder import model_needs
+from moefold.spec.forward_only import mark_forward_only
 from moefold.spec.layer import Modules
 from moefold.spec.stages import default_stages
 
@@ -160,7 +161,8 @@ class PipelineContents(NamedTuple):
 def distinct_blocks(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     """Return the distinct blocks of a model, and for each layer the index of its block."""
     numbers: dict[Block, int] = {}
-    order = tuple(numbers.setdefault(block, len(numbers)) for block in coded_blocks(decoder))
+    blocks = mark_forward_only(coded_blocks(decoder), decoder)
+    order = tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
     return tuple(numbers), order
 
 

@@ -1,14 +1,15 @@
 """Exact counts of a described decoder: parameters, active parameters, FLOPs. No torch.
 
 They follow from the layers' descriptions (``moefold/spec/layer.py``). FLOPs count a multiply-add as
-2, forward and backward as 3 forwards (2 for frozen weights), no recompute, and exclude norms,
-embedding look-up, router and the gate of a shared expert (the convention of Megatron-LM's published
-figures).
+2, forward and backward as 3 forwards (2 for frozen weights, 1 in layers without a backward), no
+recompute, and exclude norms, embedding look-up, router and the gate of a shared expert (the
+convention of Megatron-LM's published figures).
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import add
 
 from moefold.model.config import Block, Decoder
@@ -21,6 +22,7 @@ from moefold.spec.decoder import (
     sublayers,
     with_adapters,
 )
+from moefold.spec.forward_only import mark_forward_only, num_passes
 from moefold.spec.layer import Attention, Scan, as_layer_spec
 
 
@@ -36,6 +38,8 @@ class PartCounts:
     """Used parameters in matrix products that count as FLOPs."""
     frozen: int = 0
     """``multiplied`` parameters without a gradient: backward has one product, not two."""
+    forward_only: int = 0
+    """``frozen`` parameters of layers without a backward."""
 
     def __add__(self, other: "PartCounts") -> "PartCounts":
         return PartCounts(*map(add, vars(self).values(), vars(other).values()))
@@ -54,6 +58,8 @@ class Counts:
     adapters, multi_token."""
     cores: Sequence[tuple[Attention | Scan, int]] = ()
     """Attention and scans over the sequence, with the number of layers that have each."""
+    forward_cores: Sequence[tuple[Attention | Scan, int]] = ()
+    """Those of layers without a backward, which are in ``cores`` too."""
 
     @property
     def total(self) -> PartCounts:
@@ -77,20 +83,33 @@ class Counts:
             lengths: tokens of each sequence.
             causal: whether only unmasked pairs of attention count, or all pairs.
         """
-        total = (6 * self.total.multiplied - 2 * self.total.frozen) * sum(lengths)
-        for core, layers in self.cores:
-            if isinstance(core, Scan):
-                total += round(6 * layers * core.products * sum(lengths))
-                continue
-            for length in lengths:
-                # Twice the pairs of a sequence, which is a whole number.
-                twice_pairs = round(2 * length * core.pairs(length)) if causal else 2 * length**2
-                total += 3 * layers * core.query_width * twice_pairs
-        return total
+        parts = self.total
+        elements = 6 * parts.multiplied - 2 * parts.frozen - 2 * parts.forward_only
+        total = elements * sum(lengths) + _core_flops(self.cores, lengths, causal, 3)
+        return total - _core_flops(self.forward_cores, lengths, causal, 2)
 
     def flops_per_token(self, seq: int, causal: bool = True) -> float:
         """Return the FLOPs per token of one sequence of ``seq`` tokens (:meth:`flops`)."""
         return self.flops([seq], causal) / seq
+
+
+def _core_flops(
+    cores: Sequence[tuple[Attention | Scan, int]],
+    lengths: Sequence[int],
+    causal: bool,
+    forwards: int,
+) -> int:
+    """Return the FLOPs of a number of forwards of attention and scans over sequences."""
+    total = 0
+    for core, layers in cores:
+        if isinstance(core, Scan):
+            total += round(2 * forwards * layers * core.products * sum(lengths))
+            continue
+        for length in lengths:
+            # Twice the pairs of a sequence, which is a whole number.
+            twice_pairs = round(2 * length * core.pairs(length)) if causal else 2 * length**2
+            total += forwards * layers * core.query_width * twice_pairs
+    return total
 
 
 def count(decoder: Decoder) -> Counts:
@@ -109,8 +128,9 @@ def count(decoder: Decoder) -> Counts:
     if head_adapters:
         parts["adapters"] = PartCounts(head_adapters, 0, head_adapters)
     cores = Counter[Attention | Scan]()
-    blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
-    for block, repeat in blocks:
+    forward_cores = Counter[Attention | Scan]()
+    for block, same in groupby(mark_forward_only(decoder.blocks, decoder)):
+        repeat = len(list(same))
         counts = _block_counts(block, hidden)
         if block.multi_token is not None:
             read = PartCounts(0, 0, matrix, matrix * fixed)
@@ -121,7 +141,8 @@ def count(decoder: Decoder) -> Counts:
             for operation in spec.operations(hidden):
                 if operation.core is not None:
                     cores[operation.core] += repeat
-    return Counts(parts, tuple(cores.items()))
+                    forward_cores[operation.core] += repeat * (num_passes(block) == 1)
+    return Counts(parts, tuple(cores.items()), tuple(forward_cores.items()))
 
 
 def _block_counts(block: Block, hidden: int) -> dict[str, PartCounts]:
@@ -139,6 +160,7 @@ def _block_counts(block: Block, hidden: int) -> dict[str, PartCounts]:
             used = size // routing.experts * min(routing.top_k, routing.experts)
         # The convention counts the norm of a latent, unlike other norms, as a product.
         counted = used if weight.name in multiplied or weight.latent else 0
-        part = PartCounts(size, size - used, counted, counted * weight.frozen)
+        fixed = counted * weight.frozen
+        part = PartCounts(size, size - used, counted, fixed, fixed * (num_passes(block) == 1))
         counts[weight.category] = counts.get(weight.category, PartCounts()) + part
     return counts

@@ -18,6 +18,8 @@ from moefold.planner.memory_saved import (
 )
 from moefold.planner.memory_state import StateSharding, state_estimator
 from moefold.planner.time_data import collective_counter
+from moefold.spec.decoder import embedding_weight
+from moefold.spec.forward_only import ForwardOnlyBlock
 from moefold.spec.layer import INDEX, STATISTIC, Modules, Saved, Shape, as_layer_spec
 from moefold.spec.pages import unpaged
 
@@ -112,7 +114,9 @@ class ChunkEstimator:
             num_offloaded = offloaded_layers(pages.spill, len(order), stage.loss)
             saved += sum(self._page_index_bytes(kind, pages) for kind in order[:num_offloaded])
         deferred = sum(layer[3] * count for layer, count in layers)
-        if lookups := stage.embedding + stage.multi_token:
+        # A look-up in a table without a gradient saves nothing.
+        trained = not embedding_weight(self.decoder).frozen
+        if lookups := trained * (stage.embedding + stage.multi_token):
             # Under tp: indices into the rank's share, a mask of its rows, and all rows' gradients.
             indices = shape.piece * INDEX if shape.tp > 1 else 0
             saved += lookups * (indices + (shape.piece if shape.tp > 1 else 0))
@@ -254,6 +258,8 @@ def _block_bytes(
     row = shape.hidden_bytes
     forward = inner + output + row
     backward = 4 * inner + 2 * output + 2 * row
+    if isinstance(block, ForwardOnlyBlock):
+        backward = 0.0
     forward += sum(tensor.bytes for tensor in stored) - saved
     if shape.clones and spec.routing is not None:
         # Weights followed by those of clones; in backward also their gradients, twice in fp32.

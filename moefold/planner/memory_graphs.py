@@ -11,6 +11,7 @@ from typing import NamedTuple
 from moefold.model.config import Block
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_saved import saved_tensors
+from moefold.spec.forward_only import num_passes
 from moefold.spec.layer import INDEX, STATISTIC, Modules, SavedKind, Shape, as_layer_spec
 
 ROW_BYTES = 4 * INDEX + 1
@@ -87,13 +88,21 @@ def chunk_static_bytes(
         ahead: further tokens that a row predicts.
     """
     forwards = 1 + ("block" in recompute)
+    has_backward = [num_passes(block) == 2 for block in blocks]
     static = [static_bytes(block, shape, recompute, paged, fixed) for block in blocks]
     size = micro_batch_bytes(shape, ahead) + sum(block.internal for block in static)
     if not static:
         return size, 0.0
+    twice = sum(has_backward)
+    # The first block with a backward has no gradient of its input if one without is before it.
+    gradients = twice + (twice == len(static))
     # Rows, and gradients, that no graph writes are copied for the graph that reads them.
-    borders = forwards * (len(static) + static[-1].writes_output) + len(static) + 1
-    inputs = len(static) if forwards == 1 else sum(block.writes_output for block in static[:-1])
+    borders = len(static) + static[-1].writes_output + gradients
+    borders += (forwards - 1) * (twice + static[-1].writes_output)
+    inputs = twice
+    if forwards == 2:
+        pairs = zip(static, has_backward[1:], strict=False)
+        inputs = sum(before.writes_output for before, read_again in pairs if read_again)
     saved = inputs * shape.hidden_bytes + sum(block.saved for block in static)
     return size + borders * shape.hidden_bytes, saved
 

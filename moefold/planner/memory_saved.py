@@ -22,6 +22,7 @@ from moefold.planner.case import Case, bytes_per_activation
 from moefold.planner.memoize import memoize
 from moefold.spec.codes import CodedBlock, coded_saved, gradient_bytes, weight_products
 from moefold.spec.decoder import norm_names, sublayers
+from moefold.spec.forward_only import ForwardOnlyBlock
 from moefold.spec.layer import (
     CORE,
     NORMS,
@@ -89,6 +90,9 @@ def saved_tensors(
     Raises:
         ValueError: a layer of a plugin has no description.
     """
+    if isinstance(block, ForwardOnlyBlock):
+        decisions = coded_saved(block, shape) if stack == "moefold" else ()
+        return tuple(t for t in decisions if not t.saved and t.kind is SavedKind.OTHER)
     if stack == "moefold":
         # Inner rows of adapters; those of feed-forwards are recomputed.
         saved = [tensor for tensor in coded_saved(block, shape) if tensor.from_forward]
@@ -133,6 +137,8 @@ def deferred_operands(
     outputs; and gradients of vectors, which are computed in I. A shared expert that is recomputed
     has its own copy of codes that other products read too; nothing else depends on ``recompute``.
     """
+    if isinstance(block, ForwardOnlyBlock):
+        return ()
     operands = [tensor for tensor in coded_saved(block, shape) if tensor.operand_of]
     if recompute & SHARED_AGAIN:
         codes = (tensor for tensor in operands if tensor.kind is SavedKind.CODES)

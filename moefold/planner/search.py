@@ -67,9 +67,10 @@ from moefold.planner.time_work import (
     build_setting,
     work_shape,
 )
-from moefold.planner.untrained import AbsentLayer, make_block
+from moefold.planner.untrained import without_feed_forward
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
+from moefold.spec.forward_only import num_passes
 from moefold.spec.layer import Modules, Saved, Shape, as_layer_spec
 
 MEMORY_SLACK = 1.1
@@ -165,15 +166,17 @@ class Search:
             (
                 b.ffn,
                 b.ffn.model_copy(update={"shared": None}),
-                frozen_weights(b, "ffn", as_layer_spec(b.ffn)),
+                (
+                    frozen_weights(b, "ffn", as_layer_spec(b.ffn)),
+                    num_passes(b) == 2,
+                ),
                 n,
             )
             for b, n in routed
         ]
-        """MoE feed-forwards with shared experts and without, their frozen weights and numbers."""
-        bare = [
-            (make_block(block.attention, AbsentLayer(), block.frozen), n) for block, n in routed
-        ]
+        """MoE feed-forwards with shared experts and without, their frozen weights and whether they
+        have a backward, and numbers."""
+        bare = [(without_feed_forward(block), n) for block, n in routed]
         self.moe_blocks = [(block, *rest) for (block, _), rest in zip(routed, bare, strict=True)]
         """MoE blocks, these without a feed-forward, and their numbers."""
         dense = [(block, n) for block, n in self.block_counts if not has_routing(block.ffn)]
@@ -401,13 +404,15 @@ class Search:
         ends = PassTime(self.task.decoder, *inputs).layers_time(StageContents((), 0, True, True))
         total = (1 + self.task.multi_token) * ends.device_seconds
         total += sum(n * layer_time(b, *inputs).device_seconds for b, n in self.dense_blocks)
-        for ffn, routed_only, frozen, n in self.moe_ffns:
+        for ffn, routed_only, passes, n in self.moe_ffns:
             both, routed = (
-                sublayer_seconds(part, *inputs[:2], frozen) for part in (ffn, routed_only)
+                sublayer_seconds(part, *inputs[:2], *passes) for part in (ffn, routed_only)
             )
             total += n * (both - routed)
         for *blocks, n in self.moe_blocks if grids.tp > 1 else ():
-            both, attention = (sum(tensor_seconds(b, *inputs[:2], frozenset())) for b in blocks)
+            both, attention = (
+                sum(tensor_seconds(b, *inputs[:2], frozenset())[: num_passes(b)]) for b in blocks
+            )
             total += n * (both - attention)
         return total
 
@@ -425,19 +430,19 @@ class Search:
                 overlap = True in space.paired_values
                 hidden = setting.rates.hidden * (1.0 - EXCHANGE_SM_COST) if overlap else 0.0
                 experts = sum(
-                    n * sublayer_seconds(ffn, shape, setting, frozen)
-                    for _, ffn, frozen, n in self.moe_ffns
+                    n * sublayer_seconds(ffn, shape, setting, *passes)
+                    for _, ffn, passes, n in self.moe_ffns
                 )
                 least = min(self._exchange_seconds(grids, name) for name in space.dispatchers)
-                seconds[ep, etp] = experts + 2 * least * (1.0 - hidden)
+                seconds[ep, etp] = experts + least * (1.0 - hidden)
             self._cache[key] = seconds
         return self._cache[key]
 
     def _exchange_seconds(self, grids: Grids, dispatch: str) -> float:
-        """Return the seconds of one dispatch and one combine of every layer."""
+        """Return the seconds of dispatches and combines of every layer, in each of its passes."""
         shape, setting, _ = self._layer_inputs(grids, dispatch)
         return sum(
-            n * block_exchange_seconds(block, shape, setting, dispatch)
+            n * num_passes(block) * block_exchange_seconds(block, shape, setting, dispatch)
             for block, _, n in self.moe_blocks
         )
 

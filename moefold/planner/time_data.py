@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from moefold.mesh.config import ORDERS
 from moefold.mesh.partition import aligned
 from moefold.model.config import Decoder
-from moefold.planner.case import Case, StageContents
+from moefold.planner.case import Case, StageContents, distinct_blocks
 from moefold.planner.curves import Rates
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_state import (
@@ -27,6 +27,7 @@ from moefold.planner.memory_state import (
 from moefold.planner.memory_steps import peak_candidates
 from moefold.planner.network import GroupReach, listed_reach, ring_seconds, strided_reach
 from moefold.spec.codes import CodedWeight
+from moefold.spec.forward_only import num_passes
 from moefold.spec.layer import Weight
 
 CopyGroup = Literal["dp_cp", "edp", "tp", "stages"]
@@ -146,7 +147,10 @@ class PartCollectives(NamedTuple):
             sums["edp" if weight.is_expert else "dp_cp", True] += local * (shards == 1)
             sums["tp", False] += local / shards * (not weight.cuts)
             sums["stages", False] += local / shards * (part == "embedding")
-        return cls(tuple(_buckets(decoder, part, sharding)), sums, trained, updated)
+        buckets = tuple(_buckets(decoder, part, sharding))
+        if isinstance(part, int) and num_passes(distinct_blocks(decoder)[0][part]) == 1:
+            buckets = tuple(b for b in buckets if b.overlaps_with != "backward")
+        return cls(buckets, sums, trained, updated)
 
 
 def _buckets(decoder: Decoder, part: Part, sharding: StateSharding) -> Iterator[Collective]:

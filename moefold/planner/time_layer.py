@@ -4,7 +4,7 @@ sublayers by their own shapes, whole layers by all inputs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moefold.config.base import Record
 from moefold.layers.config import Offload, OffloadToPages
@@ -37,6 +37,7 @@ from moefold.planner.time_work import (
     sublayer_work,
 )
 from moefold.spec.decoder import norm_names, sublayers
+from moefold.spec.forward_only import ForwardOnlyBlock
 from moefold.spec.layer import LayerSpec, Shape
 
 PARTS: tuple[str, ...] = (
@@ -91,6 +92,11 @@ class WorkTime:
         self.forward[name] = self.forward.get(name, 0.0) + forward
         self.backward[name] = self.backward.get(name, 0.0) + backward
 
+    def without_backward(self) -> "WorkTime":
+        """Return the time of forward alone."""
+        backward = dict.fromkeys(self.backward, 0.0)
+        return replace(self, backward=backward, host_backward=0.0)
+
     def add(self, other: "WorkTime", count: float = 1.0) -> None:
         """Add another time, multiplied by ``count``."""
         self.forward = _sum_of(self.forward, other.forward, count)
@@ -127,9 +133,10 @@ def layer_time(block: Block, shape: Shape, setting: KernelSetting, policy: Layer
         forward, backward = context_seconds(sent, attention, shape, setting, policy.context)
         again = forward if policy.recompute & {"block", "attention"} else 0.0
         time.add_part("cp", forward, backward + again)
-    if policy.offload is not None and policy.offload.moves_layers:
+    saves = not isinstance(block, ForwardOnlyBlock)
+    if policy.offload is not None and policy.offload.moves_layers and saves:
         _add_offload(time, *inputs, policy.offload, policy.pages)
-    if policy.pages is not None:
+    if policy.pages is not None and saves:
         # Rows are copied to pages in forward, and back in backward.
         rows = offload_bytes((sublayer_work(block.ffn, shape),), frozenset({"experts"}))
         moved = 2 * (setting.width / BF16) * rows
@@ -139,7 +146,7 @@ def layer_time(block: Block, shape: Shape, setting: KernelSetting, policy: Layer
         time.add_part("dispatch", *clone_seconds(*inputs, policy.clones))
     runs = 2 if policy.recompute & {"block", "moe"} else 1
     time.add_part("dispatch", exchanges, exchanges * runs)
-    return time
+    return time if saves else time.without_backward()
 
 
 @memoize(1 << 15)
@@ -165,13 +172,19 @@ def frozen_weights(block: Block, sublayer: str, record: LayerSpec) -> frozenset[
 
 
 def sublayer_seconds(
-    record: Record, shape: Shape, setting: KernelSetting, frozen: frozenset[str] = frozenset()
+    record: Record,
+    shape: Shape,
+    setting: KernelSetting,
+    frozen: frozenset[str] = frozenset(),
+    has_backward: bool = True,
 ) -> float:
-    """Return device seconds of a sublayer: one forward and one backward; ``frozen`` names weights
-    in it.
+    """Return device seconds of a sublayer: one forward and, if it has one, one backward; ``frozen``
+    names weights in it.
     """
-    parts = _sublayer_parts(record, for_sublayer(shape, record), setting, frozen)
-    return sum(part.device_seconds for part in parts.values())
+    parts = _sublayer_parts(record, for_sublayer(shape, record), setting, frozen).values()
+    if not has_backward:
+        return sum(sum(part.forward.values()) for part in parts)
+    return sum(part.device_seconds for part in parts)
 
 
 @memoize(1 << 12)

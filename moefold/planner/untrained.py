@@ -10,6 +10,7 @@ from moefold.config.base import Record
 from moefold.layers.config import Size
 from moefold.model.config import Block
 from moefold.moe.config import Moe
+from moefold.spec.forward_only import ForwardOnlyBlock
 from moefold.spec.layer import (
     STATISTIC,
     LayerSpec,
@@ -126,6 +127,13 @@ class BiasedMoe(Moe):
             Traffic(self.width, 16, 24, "routed", columns),
             Traffic(hidden, 6, 8, "routed"),
         )
+
+
+def without_feed_forward(block: Block) -> Block:
+    """Return a block's attention as a block of its own."""
+    kind = ForwardOnlyBlock if isinstance(block, ForwardOnlyBlock) else Block
+    fields = {"attention": block.attention, "ffn": AbsentLayer(), "frozen": block.frozen}
+    return kind.model_construct(**fields)
 
 
 def make_block(attention: Record, ffn: Record, frozen: tuple[str, ...] = ()) -> Block:

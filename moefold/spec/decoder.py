@@ -233,6 +233,22 @@ def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
         yield replace(weight, name=name, frozen=weight.name in block.frozen)
 
 
+def parts_below_trained(decoder: Decoder) -> int:
+    """Return the number of a decoder's first parts without a trained parameter.
+
+    Parts are the embedding, each layer, and all that follows the layers: 0 means that the embedding
+    is trained, 1 that the first layer is.
+    """
+    table = embedding_weight(decoder)
+    if not table.frozen or any(adapter.weight == table.name for adapter in decoder.adapters):
+        return 0
+    for number, block in enumerate(decoder.blocks[: decoder.layers]):
+        weights = block_weights(block, decoder.hidden, number)
+        if not all(weight.frozen for weight in weights):
+            return number + 1
+    return decoder.layers + 1
+
+
 def norm_names(block: Block, sublayer: str) -> tuple[str, ...]:
     """Return the names of the norms of sublayer ``attention`` or ``ffn``."""
     names = f"{sublayer}_norm", f"{sublayer}_out_norm"

@@ -6,7 +6,7 @@ training and plans choose the same stages without a measurement.
 
 from moefold.mesh.pipeline import StageMapping, Stages, StageWeights
 from moefold.model.config import Block, Decoder
-from moefold.spec.decoder import embedding_weight, head_weight, sublayers
+from moefold.spec.decoder import embedding_weight, head_weight, parts_below_trained, sublayers
 from moefold.spec.layer import Attention, LayerSpec, Scan
 
 SEQ = 4096
@@ -32,14 +32,17 @@ def stage_weights(decoder: Decoder) -> StageWeights:
     for block in blocks:
         if not isinstance(block.attention, LayerSpec) or not isinstance(block.ffn, LayerSpec):
             return StageWeights((1.0,) * len(main))
-    weights = {block: _block_weight(block, decoder.hidden) for block in dict.fromkeys(blocks)}
+    below = parts_below_trained(decoder) - 1
+    # Each block with whether it has a backward.
+    passed = [(block, number >= below) for number, block in enumerate(blocks)]
+    weights = {one: _block_weight(*one, decoder.hidden) for one in dict.fromkeys(passed)}
     matrix = embedding_weight(decoder) if decoder.tied else head_weight(decoder)
     head = _passes(matrix.frozen) * matrix.elements
-    ahead = sum(weights[block] + head for block in blocks[decoder.layers :])
-    return StageWeights(tuple(weights[block] for block in main), last=ahead + head)
+    ahead = sum(weights[one] + head for one in passed[decoder.layers :])
+    return StageWeights(tuple(weights[one] for one in passed[: decoder.layers]), last=ahead + head)
 
 
-def _block_weight(block: Block, hidden: int) -> float:
+def _block_weight(block: Block, has_backward: bool, hidden: int) -> float:
     """Return the multiply-adds of a block: products, chosen experts only, and attention."""
     total = 0.0
     for name, spec in sublayers(block):
@@ -50,9 +53,9 @@ def _block_weight(block: Block, hidden: int) -> float:
                 used = float(weight.elements)
                 if weight.is_expert and routing is not None:
                     used *= min(routing.top_k, routing.experts) / routing.experts
-                total += used * _passes(full in block.frozen)
+                total += used * (_passes(full in block.frozen) if has_backward else 1)
         for operation in spec.operations(hidden):
-            total += 3 * _core_products(operation.core)
+            total += (3 if has_backward else 1) * _core_products(operation.core)
     if block.multi_token is not None:
         # The matrix that joins rows and embeddings.
         total += _passes("join.weight" in block.frozen) * 2 * hidden**2

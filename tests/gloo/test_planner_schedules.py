@@ -30,6 +30,7 @@ from moefold.planner.case import (
 from moefold.planner.hardware import Cluster, cpu_device
 from moefold.planner.memory import estimate_memory, memory_after_each
 from moefold.spec.decoder import with_multi_token
+from moefold.spec.tuning import freeze
 from moefold.training.memory_probe import measure_step
 from tests.cpu.alive import HIDDEN
 from tests.cpu.test_planner_kept import BLOCKS, steady
@@ -39,6 +40,8 @@ SEQ, ROWS, VOCAB, LAYERS, MICRO = 32, 2, 64, 4, 4
 SCRATCH = str(Path(gettempdir(), "moefold-scratch"))
 LEAVING = 3
 """Layers of a chunk that sends some away."""
+PASSED = ("embed.weight", "layers.[012].*")
+"""Patterns of the parameters of all layers but the last, and of what is below them."""
 POLICIES: tuple[tuple[str, ...] | None, ...] = (
     None,
     ("block",),
@@ -116,6 +119,8 @@ class Asked(NamedTuple):
     own numbers."""
     even: bool = False
     """Whether each expert gets as many rows, sent as they come."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained."""
 
     @property
     def layout(self) -> Layout:
@@ -148,7 +153,7 @@ class Asked(NamedTuple):
         record = QUANTISE.kinds[kind].model_validate(given) if kind else None
         stack = Stack(repeat=self.layers, blocks=(block,))
         plain = Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(stack,), quantise=record)
-        return with_multi_token(plain, self.ahead)
+        return freeze(with_multi_token(plain, self.ahead), self.frozen)
 
 
 def evenly(block: Block) -> Block:
@@ -310,7 +315,10 @@ def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -
         "zb_h1": [Asked(SHARED, None, sizes, kind, codes="mxfp8")],
         "merged": [Asked(GATED, ("block",), sizes, kind)],  # its last exchange is run again
     }
-    asked = [*(Asked(*one, sizes, kind) for one in some), leaving, further]
+    # No gradient reaches the first three of four layers, of which two are on another stage.
+    frozen = (SHARED, LATENT)[turn % 2], (None, ("block",))[turn // 2 % 2]
+    passed = Asked(*frozen, sizes, kind, frozen=PASSED)
+    asked = [*(Asked(*one, sizes, kind) for one in some), leaving, further, passed]
     check(asked + others.get(kind, []))
 
 

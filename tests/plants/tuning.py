@@ -23,7 +23,26 @@ ADAPTERS_GIVE = (
 LINEAR_LAYERS = "tests/cpu/test_adapters_experts.py::test_linear_layers_of_experts_are_merged"
 ADAPTER_PEFT = PEFT + "test_an_adapter_of_peft_gives_its_logits"
 
+FORWARD_ONLY = "tests/pure/test_planner_time.py::"
+FORWARD_ONLY += "test_layers_below_the_first_trained_parameter_have_no_backward"
+EACH_ACTION = "tests/gloo/test_planner_schedules.py::"
+EACH_ACTION += "test_after_each_action_a_rank_holds_what_is_planned"
+
 PLANTS = (
+    Plant(
+        "layers below the first trained one are charged a backward",
+        FORWARD_ONLY,
+        "planner/time_layer.py",
+        "    return time if saves else time.without_backward()\n",
+        "    return time\n",
+    ),
+    Plant(
+        "frozen layers of a later stage save for a backward that nothing needs",
+        EACH_ACTION,
+        "parallel/pipeline/executor.py",
+        "            inputs = [rows_TD.requires_grad_(sends_gradient) for rows_TD in inputs]\n",
+        "            inputs = [rows_TD.requires_grad_() for rows_TD in inputs]\n",
+    ),
     Plant(
         "the selection bias of a frozen router moves",
         BIAS_FROZEN,

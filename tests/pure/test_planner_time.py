@@ -27,6 +27,7 @@ from moefold.planner.case import (
     StageContents,
     schedule_table,
 )
+from moefold.planner.count import count
 from moefold.planner.curves import Product, attention_seconds, constants, product_seconds
 from moefold.planner.hardware import parse_cluster
 from moefold.planner.network import (
@@ -61,6 +62,7 @@ from moefold.schedule.config import (
 from moefold.schedule.simulate import StageCosts, simulate
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import Matmul, Operation, Shape, Weight
+from moefold.spec.tuning import freeze
 from tests.planning import laid, relaid
 from tests.traffic.data import data
 from tests.traffic.experts import expert
@@ -335,6 +337,26 @@ def test_a_frozen_head_has_no_product_for_its_gradient():
     frozen = QWEN3_30B.model_copy(update={"frozen": ("head.weight",)})
     free, fixed = (estimate_time(case(decoder=one)).parts["head"] for one in (QWEN3_30B, frozen))
     assert fixed == pytest.approx(free * 2 / 3)
+
+
+@pytest.mark.parametrize("again", [(), ("block",)])
+def test_layers_below_the_first_trained_parameter_have_no_backward(again):
+    """Half of all layers: without the head, half of the time of backward is left."""
+    stack = Stack(repeat=4, blocks=QWEN3_30B.blocks[:1])
+    few = QWEN3_30B.model_copy(update={"stacks": (stack,), "vocab": 8})
+    passed = freeze(few, ("embed.weight", "layers.[01].*"))
+    upper = freeze(few, ("layers.[01].*",))  # the table below them is trained
+    (whole, part, reached) = (
+        estimate_time(case(decoder=one, recompute=frozenset(again))) for one in (few, passed, upper)
+    )
+    (forward, backward), (same, left), (_, more) = (
+        map(sum, zip(*one.ranks, strict=True)) for one in (whole, part, reached)
+    )
+    assert same == pytest.approx(forward) and left == pytest.approx(backward / 2, rel=0.02)
+    assert left < more < backward
+    assert [count(one).flops([1]) for one in (few, passed)] == [
+        pytest.approx(count(few).flops([1]) * share, rel=0.01) for share in (1, 2 / 3)
+    ]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

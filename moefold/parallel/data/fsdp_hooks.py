@@ -47,6 +47,7 @@ class FsdpHooks(UnshardHooks):
         order: the chunk's units in forward order.
         reducer: notified of units whose gradients are complete; None outside training.
         deferred: whether weight gradients are computed after :meth:`pre_weight_gradients`.
+        forward_only: number of the first units that have no backward.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class FsdpHooks(UnshardHooks):
         order: Sequence[str],
         reducer: GradReducer | None = None,
         deferred: bool = False,
+        forward_only: int = 0,
     ) -> None:
         self._units = units
         self._order = order
         self._reducer = reducer
         self._deferred = deferred
+        self._forward_only = forward_only
         self._prefetched: set[str] = set()
         self._awaiting_gradients: list[str] = []
         self._in_backward: set[str] = set()
@@ -122,7 +125,8 @@ class FsdpHooks(UnshardHooks):
         """Unshard a unit, and start to unshard the next (step 1) or the previous one (-1)."""
         self._unshard(unit)
         index = self._order.index(unit) + step
-        next_unit = self._order[index] if 0 <= index < len(self._order) else EMBEDDING
+        first = 0 if step > 0 else self._forward_only
+        next_unit = self._order[index] if first <= index < len(self._order) else EMBEDDING
         if next_unit != EMBEDDING and next_unit not in self._prefetched:
             self._start_unshard(next_unit)
             self._prefetched.add(next_unit)

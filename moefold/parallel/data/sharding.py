@@ -311,7 +311,8 @@ class ShardedState:
         if not self._units:
             return RESIDENT
         reducer = self._reducer if training else None
-        return FsdpHooks(self._units, self._unit_order(chunk, training), reducer, deferred)
+        order = self._unit_order(chunk, training)
+        return FsdpHooks(self._units, order, reducer, deferred, chunk.forward_only)
 
     def _unit_order(self, chunk: Chunk, training: bool) -> list[str]:
         """Return the units of a chunk in forward order, without the head.

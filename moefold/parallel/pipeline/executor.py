@@ -154,7 +154,9 @@ class Executor:
         if action.kind == "F":
             in_flight = self._in_flight[stage, micro] = self._start_pass(action)
             needs = self.plan.table.action_inputs(self.plan.rank, action)
-            inputs = [self._messages.wait_for(need).requires_grad_() for need in needs]
+            sends_gradient = self._parts.chunks[action.chunk].sends_gradient
+            inputs = [self._messages.wait_for(need) for need in needs]
+            inputs = [rows_TD.requires_grad_(sends_gradient) for rows_TD in inputs]
             return Chain(tuple(inputs), in_flight.chunk_pass.forward())
         in_flight = self._in_flight[stage, micro]
         if action.kind == "W":
@@ -211,7 +213,11 @@ class Executor:
         result = self.plan.table.action_result(self.plan.rank, action)
         if result is not None and self.plan.table.reader_rank(result) is not None:
             (rows_TD,) = state
-            assert rows_TD is not None, "no gradient reaches the chunk's input"
+            if rows_TD is None:
+                chunk = self._parts.chunks[action.chunk]
+                assert not chunk.sends_gradient, "no gradient reaches the chunk's input"
+                # Nothing reads it, but by its arrival the peer knows what has been read.
+                rows_TD = self._new_rows(micro, chunk.receives).zero_()
             self._messages.send(result, rows_TD.detach())
 
     def _stage_and_micro(self, action: Action) -> tuple[int, int]:
@@ -221,12 +227,16 @@ class Executor:
         """Allocate a tensor for a result of another stage: rows [T, D], several after one another
         where multi-token layers have run.
         """
-        model = self._parts.model
-        rows = self._flows[result.micro].rows
         if result.kind == "output":
             times = self._chunk_of_stage[result.stage + 1].receives
         else:
             times = self._chunk_of_stage[result.stage - 1].sends
+        return self._new_rows(result.micro, times)
+
+    def _new_rows(self, micro: int, times: int) -> Tensor:
+        """Allocate a tensor for a micro-batch's rows [T, D], ``times`` after one another."""
+        model = self._parts.model
+        rows = self._flows[micro].rows
         shape = (times * rows.rows, model.record.hidden)
         return torch.empty(shape, dtype=model.precision_policy.dtype, device=rows.ids_T.device)
 

@@ -166,11 +166,14 @@ class ChunkPass:
         unit = f"layers.{number}"
         forward = [LaneTask(part.forward, part.is_exchange) for part in parts]
         backward = [LaneTask(part.backward, part.is_exchange) for part in reversed(parts)]
-        if self._flow.saved_tensors.block:
-            forward, backward = _recomputed_tasks(parts, self._flow.saved_tensors, position)
         before = _hook_task(hooks.pre_backward, unit)
         after = _hook_task(hooks.post_backward, unit)
-        self._backward_tasks.append([before, *backward, after])
+        # Without a backward it saves nothing, whether recomputed or not.
+        has_backward = position[0] + self._chunk.has_embedding >= self._chunk.forward_only
+        if has_backward and self._flow.saved_tensors.block:
+            forward, backward = _recomputed_tasks(parts, self._flow.saved_tensors, position)
+        if has_backward:
+            self._backward_tasks.append([before, *backward, after])
 
         def close(x_TD: Tensor, terms_N: Tensor) -> State:
             hooks.post_forward(unit)
