@@ -46,6 +46,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="N", type=_positive_int, help=text)
     text = "scale of cut feed-forwards: keeps the dense output, or the published cube root"
     parser.add_argument("--scale", choices=("exact", "cube_root"), default="exact", help=text)
+    text = "weights of a new router's choices: their sum is 1, or they are probabilities over all"
+    choices = ("normalised", "pre_softmax")
+    parser.add_argument("--routing", choices=choices, default="normalised", help=text)
     text = "with fewer experts: text file whose tokens decide which are kept (default: none)"
     parser.add_argument("--text", metavar="FILE", type=Path, help=text)
     parser.add_argument(
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = {name: value for name in names if (value := getattr(args, name)) is not None}
     if not sizes:
         raise ValueError("nothing to grow: give --experts, --layers or another size")
-    growth = Growth(**sizes, scale=args.scale, seed=args.seed)
+    growth = Growth(**sizes, scale=args.scale, routing=args.routing, seed=args.seed)
     with ExitStack() as stack:
         grown, sources = _build_model(args, growth, stack)
         first = sources[0]
@@ -118,12 +121,15 @@ def _build_model(
             )
         if growth.granularity > 1:
             raise ValueError("--granularity cuts dense feed-forwards, not experts: leave it out")
+        if growth.routing != "normalised":
+            raise ValueError("--routing is of the router that a dense model gets: leave it out")
         reading = read_config(args.sources[0], multi_token=False)
         imported = stack.enter_context(import_folder(args.sources[0], config=reading))
         return grow(reading, imported.tensors, growth, _expert_loads(args)), [imported]
     _require_compatible(args.sources, configs)
     sizes = growth.experts, growth.top_k, growth.granularity
-    readings = [read_dense(config, *sizes) for config in configs]
+    renormalise = growth.routing == "normalised"
+    readings = [read_dense(config, *sizes, renormalise) for config in configs]
     sources = [
         stack.enter_context(import_folder(folder, config=plain))
         for folder, (plain, _) in zip(args.sources, readings, strict=True)

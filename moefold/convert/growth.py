@@ -8,7 +8,8 @@ source's. Rules compose, and keep one tensor in memory at a time.
   router's rows of a copy's shards are equal, so that a token's ``top_k = G * k`` experts are all
   shards of k copies. Their weights sum to 1, a shard's weight is 1 / G of its copy's, and a factor
   G on ``w_out`` reproduces the dense output for any choice. The published factor, the cube root of
-  G on each of three matrices, does not.
+  G on each of three matrices, does not. Where weights are probabilities over all E experts, they
+  sum to about top_k / E, and the factor is G * E / top_k.
 - *Copies* of an MoE model's experts, m consecutive ones of each: ``top_k`` is multiplied by m.
 - *Depth*: a new layer repeats the previous one with zero output weights, and so changes no row.
 - *Width* (Net2Net, arXiv 1511.05641): outputs of a product are repeated m times, and weights of
@@ -30,6 +31,7 @@ from moefold.kernels.swiglu import activation
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, ParsedConfig, raise_violations
 from moefold.model.families.sizes import first_moe
+from moefold.moe.config import Router
 from moefold.spec.decoder import has_routing
 
 Reader = Callable[[str], Tensor]
@@ -53,7 +55,9 @@ class Growth:
     """Experts per token; None: two copies of a dense model, or copies times the source's."""
     granularity: int = 1
     scale: Literal["exact", "cube_root"] = "exact"
-    """Factor of granularity G: G on ``w_out``, or its cube root on each matrix."""
+    """Where the factor of upcycling is: on ``w_out``, or its cube root on each matrix."""
+    routing: Literal["normalised", "pre_softmax"] = "normalised"
+    """Whether the weights of a token's experts sum to 1, or are probabilities over all experts."""
     layers: int | None = None
     hidden_times: int = 1
     """Factor on hidden dims and heads."""
@@ -101,8 +105,9 @@ def upcycle(
         unit = len(sources) * shards
         nearest = max(1, round(copies / len(sources))) * unit
         raise ValueError(f"--experts: must be a multiple of {unit}; nearest: {nearest}")
-    root = shards ** (1 / 3)
-    in_scale, out_scale = (root, root) if growth.scale == "cube_root" else (1.0, float(shards))
+    factor = upcycling_factor(router, shards)
+    root = factor ** (1 / 3)
+    in_scale, out_scale = (root, root) if growth.scale == "cube_root" else (1.0, factor)
 
     def read(name: str) -> Tensor:
         if name.endswith(ROUTER):
@@ -112,24 +117,34 @@ def upcycle(
             return (std * torch.randn(shape, generator=rng)).repeat(shards, 1)
         if not name.endswith((W_IN, W_OUT)):
             return torch.stack([source[name] for source in sources]).mean(0)
-        dim, factor = (-2, in_scale) if name.endswith(W_IN) else (-1, out_scale)
+        dim, scale = (-2, in_scale) if name.endswith(W_IN) else (-1, out_scale)
         dense = [source[name.replace(".moe.experts.", ".ffn.")] for source in sources]
-        cut = [tensor.mul(factor).chunk(shards, dim) for tensor in dense]
+        cut = [tensor.mul(scale).chunk(shards, dim) for tensor in dense]
         return torch.stack([cut[c % len(cut)][g] for g in range(shards) for c in range(copies)])
 
     notes: list[str] = []
     if len(sources) > 1:
         notes.append("outputs differ from every source's: weights outside MoE layers are averaged")
-    elif growth.scale == "cube_root" and shards > 1:
-        err = step0_error(read, sources[0], shards, copies)
+    elif not router.renormalise or (growth.scale == "cube_root" and shards > 1):
+        err = step0_error(read, sources[0], router, shards)
         notes.append(f"the first feed-forward's output has a relative error of {err:.3g} at step 0")
     return resize(config.model, config.decoder, read, growth, notes)
 
 
-def step0_error(read: Reader, dense: Mapping[str, Tensor], shards: int, copies: int) -> float:
+def upcycling_factor(router: Router, shards: int) -> float:
+    """Return the factor on a shard's output with which a token's experts sum to the dense output.
+
+    Where routing weights are probabilities over all experts, it is exact if these are equal, which
+    those of a new router nearly are.
+    """
+    return shards if router.renormalise else shards * router.experts / router.top_k
+
+
+def step0_error(read: Reader, dense: Mapping[str, Tensor], router: Router, shards: int) -> float:
     """Return the relative error of the first layer's experts against the dense output.
 
-    It is computed on 64 random rows in fp64, with all shards of one copy chosen, as in any routing.
+    It is computed on 64 random rows in fp64. All shards of a copy have one weight, so that the
+    weights of a token's experts multiply the output of one copy.
     """
     rng = torch.Generator().manual_seed(0)
     x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1], generator=rng).double()
@@ -139,8 +154,13 @@ def step0_error(read: Reader, dense: Mapping[str, Tensor], shards: int, copies: 
         return F.linear(activation.forward(h_T2F, None), w_out.double())
 
     expected_TD = ffn(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
+    copies = router.experts // shards
     w_in, w_out = (read(f"layers.0{name}")[::copies] for name in (W_IN, W_OUT))
-    actual_TD = sum(map(ffn, w_in, w_out), torch.zeros(())) / shards
+    weight_TE = F.linear(x_TD, read(f"layers.0{ROUTER}").double()).softmax(-1)
+    weight_T1 = weight_TE.topk(router.top_k).values.sum(-1, keepdim=True)
+    if router.renormalise:
+        weight_T1 = torch.ones_like(weight_T1)
+    actual_TD = sum(map(ffn, w_in, w_out), torch.zeros(())) * weight_T1 / shards
     return float((actual_TD - expected_TD).norm() / expected_TD.norm())
 
 

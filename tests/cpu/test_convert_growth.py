@@ -1,6 +1,7 @@
 """Models that are grown compute what their sources do, and what cannot is refused in words."""
 
 import json
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -111,6 +112,41 @@ def test_the_published_factor_is_off_and_says_by_how_much(tmp_path: Path, capsys
     assert off(ours(new), theirs(source)) > 1e-3
 
 
+def changed(folder: Path, new: Path, factors: dict[str, float]) -> Path:
+    """Copy a model's folder with some projections multiplied."""
+    shutil.copytree(folder, new)
+    tensors = load_file(new / "model.safetensors")
+    for name, tensor in tensors.items():
+        for part, factor in factors.items():
+            tensors[name] = tensor * factor if part in name else tensors[name]
+    save_file(tensors, new / "model.safetensors", {"format": "pt"})
+    return new
+
+
+@pytest.mark.parametrize(
+    ("routing", "scale", "bound"),
+    [
+        ("pre_softmax", "exact", 1e-3),
+        ("pre_softmax", "cube_root", 1e-2),
+        ("normalised", "cube_root", 1e-2),
+    ],
+)
+def test_the_factor_gives_the_output_of_the_dense_feed_forward(
+    tmp_path: Path, capsys: Any, routing: str, scale: str, bound: float
+) -> None:
+    """With probabilities that are nearly equal; for the root, gates where SiLU is nearly linear.
+
+    Beside what the feed-forwards add to the dense model's logits.
+    """
+    drawn = dense(tmp_path / "drawn", "Qwen3", head_dim=16, initializer_range=1e-5)
+    source = changed(drawn, tmp_path / "dense", {"gate_proj": 1e-3, "down_proj": 1e3})
+    without = plain(changed(source, tmp_path / "without", {"down_proj": 0.0}))
+    words = ("--experts", 16, "--granularity", 4, "--routing", routing, "--scale", scale)
+    note = grown(capsys, source, tmp_path / "new", *words)["notes"][0]
+    assert off(ours(tmp_path / "new") - without, plain(source) - without) < bound
+    assert float(note.split("relative error of ")[1].split()[0]) < bound
+
+
 def test_merged_models_have_an_expert_each_and_the_mean_of_all_else(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -205,6 +241,7 @@ def test_the_experts_that_take_most_of_a_text_are_kept(tmp_path: Path, capsys: A
         (("--experts", 4, "--granularity", 3), "a multiple of --granularity (3), such as 3"),
         (("--experts", 4, "--granularity", 3), "a copy; nearest: 3"),
         (("--experts", 10, "--granularity", 5), "divide the width of the feed-forward (48); n"),
+        (("--experts", 4, "--routing", "pre_softmax"), "is not what mixtral computes"),
         (("--experts", 4, "--layers", 1), "--layers: 1 must be at least the source's 2"),
     ],
 )

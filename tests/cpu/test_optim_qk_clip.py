@@ -95,6 +95,16 @@ def test_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: float) -
         was, now = weights[name], data.parts.model.get_parameter(name)
         before_HNR, after_HNR = (one.unflatten(0, (LATENT.heads, -1)) for one in (was, now))
         assert torch.equal(before_HNR[:, LATENT.nope_dim :], after_HNR[:, LATENT.nope_dim :])
+    # A key takes the part 1 - alpha of the exponent of the head that is furthest beyond the bound.
+    keys = "k" if attention is PLAIN else "kv_up"
+    name = f"layers.0.attention.{keys}.weight"
+    heads = getattr(attention, "kv_heads", attention.heads)
+    was_G, now_G = (
+        one.unflatten(0, (heads, -1))[:, 0].norm(dim=1)
+        for one in (weights[name], data.parts.model.get_parameter(name))
+    )
+    shrink_G = (bound / before.clamp(min=bound)).view(heads, -1).amin(1)
+    torch.testing.assert_close(now_G, was_G * shrink_G ** (1 - alpha))
     clipping.step()  # No head is beyond it now.
     assert torch.allclose(logits_of(data, rows), before.clamp(max=bound))
 

@@ -4,6 +4,9 @@ from tests.plants.plant import Plant
 
 UPCYCLED = "tests/cpu/test_convert_growth.py::test_an_upcycled_model_is_its_dense_one"
 SAME = "tests/cpu/test_convert_growth.py::test_a_mixture_grows_into_one_that_computes_the_same"
+FACTOR = (
+    "tests/cpu/test_convert_growth.py::test_the_factor_gives_the_output_of_the_dense_feed_forward"
+)
 
 PLANTS = (
     Plant(
@@ -24,7 +27,7 @@ PLANTS = (
         "a shard's output counts once",
         UPCYCLED,
         "convert/growth.py",
-        "else (1.0, float(shards))",
+        "else (1.0, factor)",
         "else (1.0, 1.0)",
     ),
     Plant(
@@ -47,5 +50,26 @@ PLANTS = (
         "convert/growth.py",
         "scale = 1 / times if times > 1 and unnormalised else 1.0",
         "scale = 1.0",
+    ),
+    Plant(
+        "the published scaling takes another root of the factor",
+        FACTOR,
+        "convert/growth.py",
+        "root = factor ** (1 / 3)",
+        "root = factor ** (1 / 2)",
+    ),
+    Plant(
+        "probabilities over all experts are taken for normalised weights",
+        FACTOR,
+        "convert/growth.py",
+        "return shards if router.renormalise else shards * router.experts / router.top_k",
+        "return shards",
+    ),
+    Plant(
+        "the number of experts per token is left out of upcycling's factor",
+        FACTOR,
+        "convert/growth.py",
+        "shards * router.experts / router.top_k",
+        "shards * router.experts",
     ),
 )

@@ -110,4 +110,11 @@ PLANTS = (
         "        if progress.strikes > bound.limit:\n",
         "        if progress.strikes > bound.limit + 9:\n",
     ),
+    Plant(
+        "the split of exponents in QK-clip is exchanged",
+        "tests/cpu/test_optim_qk_clip.py::test_heads_beyond_the_bound_are_scaled_to_it",
+        "parallel/data/qk_clip.py",
+        ".amin(1) ** (1 - alpha)",
+        ".amin(1) ** alpha",
+    ),
 )

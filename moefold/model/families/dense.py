@@ -16,11 +16,16 @@ DEFAULTS = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
 
 
 def read_dense(
-    config: Mapping[str, Any], experts: int | None, top_k: int | None, shards: int
+    config: Mapping[str, Any],
+    experts: int | None,
+    top_k: int | None,
+    shards: int,
+    renormalise: bool = True,
 ) -> tuple[ParsedConfig, ParsedConfig]:
     """Read a dense model's ``config.json``; return its description and that of the MoE model.
 
-    ``shards`` is the number of experts into which a copy of a feed-forward is split (granularity).
+    ``shards`` is the number of experts into which a copy of a feed-forward is split (granularity);
+    ``renormalise``: whether the weights of a token's experts are divided by their sum.
 
     Raises:
         ValueError: if the numbers do not fit, with the nearest ones that do.
@@ -45,13 +50,18 @@ def read_dense(
     }
     if wrong := [f"--{name}: {rules[name]}" for name, fits in valid.items() if not fits]:
         raise ValueError("; ".join(wrong))
+    if dense == "mixtral" and not renormalise:
+        raise ValueError(
+            f"--routing: pre_softmax is not what {dense} computes, which this "
+            f"{config['model_type']} becomes; give a qwen3, or leave --routing out"
+        )
     changed = {"model_type": dense, "num_experts_per_tok": top_k, "architectures": None}
     changed |= {"router_aux_loss_coef": 1e-3}
     if dense == "mixtral":
         changed |= {"num_local_experts": experts, "intermediate_size": width // shards}
     else:
         changed |= {"num_experts": experts, "moe_intermediate_size": width // shards}
-        changed |= {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+        changed |= {"norm_topk_prob": renormalise, "mlp_only_layers": [], "decoder_sparse_step": 1}
     defaults = {"rope_theta": 1e4, **DEFAULTS.get(config["model_type"], {})}
     fields = defaults | {name: value for name, value in config.items() if name != "layer_types"}
     if set(config.get("layer_types") or ()) - {"full_attention"}:
