@@ -11,7 +11,7 @@ file, L in both.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,22 +77,43 @@ class ChoiceWriter:
 
     def end(self) -> None:
         """Write the step's file."""
-        world = self._parts.world
-        model = self._parts.model
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        folder = self._folder / step_name(model.precision_policy.step)
-        make_folder(folder)
-        for path in folder.glob(FILE_PATTERN.format("*", "*")):
-            if not path.match(FILE_PATTERN.format("*", world.size)):
-                path.unlink(missing_ok=True)  # of another layout, before the run was resumed
-        file_tensors = dict[str, Tensor](zip(("token", "id"), self._tokens, strict=True))
-        for key, parts in self._chosen.items():
-            file_tensors[key] = torch.cat([parts[number] for number in sorted(parts)])
-        choices = {f"layers.{n}": moe.record.router.choices for n, moe in model.moe_layers()}
-        path = folder / FILE_PATTERN.format(world.rank, world.size)
-        save_file(file_tensors, path.with_suffix(".part"), {"choices": json.dumps(choices)})
-        path.with_suffix(".part").replace(path)
+        if self._parts.world.device.type == "cuda":
+            torch.cuda.synchronize(self._parts.world.device)
+        chosen = {
+            key: torch.cat([parts[number] for number in sorted(parts)])
+            for key, parts in self._chosen.items()
+        }
+        step = self._parts.model.precision_policy.step
+        write_choices(self._folder, step, self._parts, self._tokens, chosen)
+
+
+def write_choices(
+    folder: Path,
+    step: int,
+    parts: ModelParts,
+    tokens: Sequence[Tensor],
+    chosen: Mapping[str, Tensor],
+) -> None:
+    """Write this rank's file of a step; files that other layouts left there are removed.
+
+    Args:
+        folder: folder of the recording.
+        step: number of the step, from 0.
+        parts: the model.
+        tokens: numbers and ids [N] of this rank's tokens.
+        chosen: experts [N, K] by layer.
+    """
+    world = parts.world
+    step_folder = folder / step_name(step)
+    make_folder(step_folder)
+    for path in step_folder.glob(FILE_PATTERN.format("*", "*")):
+        if not path.match(FILE_PATTERN.format("*", world.size)):
+            path.unlink(missing_ok=True)  # of another layout, before the run was resumed
+    file_tensors = {**dict(zip(("token", "id"), tokens, strict=True)), **chosen}
+    choices = {f"layers.{n}": moe.record.router.choices for n, moe in parts.model.moe_layers()}
+    path = step_folder / FILE_PATTERN.format(world.rank, world.size)
+    save_file(file_tensors, path.with_suffix(".part"), {"choices": json.dumps(choices)})
+    path.with_suffix(".part").replace(path)
 
 
 class ChoiceReader:

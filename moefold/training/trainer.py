@@ -29,12 +29,10 @@ from moefold.data.config import DataError
 from moefold.data.prepare import Progress as OnProgress
 from moefold.data.prepare import prepare
 from moefold.files import path_in_errors, require_writable
-from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
 from moefold.optim.rates import rate_factor
 from moefold.parallel.apply import build_parts
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.score import incremental_logits
 from moefold.planner.count import count
 from moefold.planner.notes import run_notes
 from moefold.run import Run
@@ -59,6 +57,7 @@ from moefold.training.reading import ReadError, StepReader
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, plugin_digests, run_digest
 from moefold.training.routing import step_executor
+from moefold.training.routing_generation import generate_texts
 from moefold.training.saving import Saver
 from moefold.training.state import (
     Progress,
@@ -513,8 +512,8 @@ class Trainer:
 
     @on_all_ranks
     def generate(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-        """Return the token ids generated after each prompt; options of ``model.generate``."""
-        return generate(incremental_logits(self.parts), prompts, **options)
+        """Return the token ids generated after each prompt; options of ``generate_texts``."""
+        return generate_texts(self.parts, prompts, self.progress.step, **options)
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to save and end after the current step, from any rank."""

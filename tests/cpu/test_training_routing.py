@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moefold.cli.main import main
 from moefold.config.errors import RunError
 from moefold.config.load import load
-from moefold.data.batch import from_ids
+from moefold.data.batch import from_ids, pack
 from moefold.kernels.gradients import AUTOGRAD_SINK
 from moefold.layers.flow import Flow
 from moefold.layers.saved_tensors import RoutingDecisions
@@ -169,3 +169,35 @@ def test_what_no_choice_can_come_of_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no layer of the model has a router"):
         load(Run, raw | {"model": {"family": "custom", "decoder": decoder}})
     assert main(["routing", str(tmp_path)]) == 2
+
+
+def test_a_step_replays_the_experts_of_generated_texts(tmp_path: Path) -> None:
+    """Texts of one prompt, a window that moves; then routers that would choose otherwise."""
+    at = str(tmp_path / "routing")
+    train = TRAIN | {"routing": {"replay": at}}
+    model = {"router": {"score": "sigmoid"}}
+    run = run_of(tmp_path, train=train, model=model)
+    prompts = [[5, 9, 3], [5, 9, 3], [5, 2]]
+    with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
+        new = job.generate(prompts, routing=at, tokens=9, window=6, temperature=1.0, top_k=2)
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, new, strict=True)]
+        seen: dict[str, Any] = {}
+        decisions = RoutingDecisions(on_new=seen.__setitem__)
+        rows = pack(texts)
+        assert rows.rows == 35
+        job.model(Flow(rows, job.model.precision_policy, decisions=decisions, dropless=True))
+        path = tmp_path / "routing" / "step-00000000" / "0-of-1.safetensors"
+        stored = load_file(path)
+        assert stored["id"].tolist() == rows.ids_T.tolist()
+        for key, decision in seen.items():
+            assert stored[key].tolist() == decision.experts_TK.tolist()
+        with torch.no_grad():
+            for name, parameter in job.model.named_parameters():
+                if "router" in name:
+                    parameter.neg_()
+        job.state.refresh_weights()
+        job.step([pack(texts)])
+        for layer in job.health():
+            chosen = stored[f"layers.{layer['layer']}"].flatten()
+            load = torch.bincount(chosen, minlength=len(layer["load"])) / len(chosen)
+            torch.testing.assert_close(torch.tensor(layer["load"]), load)

@@ -1,9 +1,11 @@
 """Layouts write the same text as one rank, keys and values kept or not."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moefold.comm.environment import RankInfo
 from moefold.comm.launch import launch
@@ -13,15 +15,18 @@ from moefold.model.generate import generate
 from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.score import incremental_logits, next_logits
+from moefold.parallel.pipeline.score import next_logits
 from moefold.proof.rank_run import initialise_model
 from moefold.proof.subjects import SUBJECTS
+from moefold.training.routing_generation import generate_texts
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7])
 
 
-def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -> list[list[int]]:
-    """Write eight tokens after each prompt, in fp64."""
+def write(
+    info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool, routing: str
+) -> list[list[int]]:
+    """Write eight tokens after each prompt, in fp64; with a cache, record the routing."""
     subject, layout = SUBJECTS[name], Layout(sizes=sizes, zero=zero)
     world = (
         World.single()
@@ -32,8 +37,21 @@ def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -
     parts = build_parts(subject.decoder, "fp64", layout, world)
     initialise_model(parts.model, subject, parts.shards)
     parts = ShardedState(parts).parts
-    follows = incremental_logits(parts) if keep else partial(next_logits, parts)
-    return generate(follows, PROMPTS, 8, temperature=0)
+    if keep:
+        return generate_texts(parts, PROMPTS, 3, routing, tokens=8, temperature=0)
+    return generate(partial(next_logits, parts), PROMPTS, 8, temperature=0)
+
+
+def recorded(folder: Path) -> dict[tuple[str, int], list[int]]:
+    """Return the id and the experts of each token in the files of all ranks, by layer and token."""
+    found = {}
+    for path in sorted(folder.glob("step-00000003/*.safetensors")):
+        file = load_file(path)
+        ids, tokens = file.pop("id").tolist(), file.pop("token").tolist()
+        for layer, chosen in file.items():
+            for token, own, experts in zip(tokens, ids, chosen.tolist(), strict=True):
+                assert found.setdefault((layer, token), [own, *experts]) == [own, *experts]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -52,7 +70,13 @@ def write(info: RankInfo | None, name: str, sizes: str, zero: int, keep: bool) -
         ),
     ],
 )
-def test_a_layout_writes_as_one_rank(name: str, sizes: str, zero: int) -> None:
-    alone = write(None, name, "", 0, False)
-    assert write(None, name, "", 0, True) == alone
-    assert launch(write, 2, name, sizes, zero, True, time_out_s=60) == alone
+def test_a_layout_writes_as_one_rank(name: str, sizes: str, zero: int, tmp_path: Path) -> None:
+    """It records the experts of as many tokens as the texts have, and the same ones."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = write(None, name, "", 0, False, "")
+    assert write(None, name, "", 0, True, str(one)) == alone
+    assert launch(write, 2, name, sizes, zero, True, str(two), time_out_s=60) == alone
+    experts = recorded(one)
+    tokens = sum(len(prompt) + 8 for prompt in PROMPTS)
+    assert {token for _, token in experts} == set(range(tokens))
+    assert recorded(two) == experts

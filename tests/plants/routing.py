@@ -420,4 +420,18 @@ PLANTS = (
         "id_M[local_M] != id_N[row_L]",
         "id_M[local_M] != id_M[local_M]",
     ),
+    Plant(
+        "the last token of a generated text has no recorded choice",
+        "tests/cpu/test_training_routing.py::test_a_step_replays_the_experts_of_generated_texts",
+        "training/routing_generation.py",
+        "            next_logits(self._parts, missing, record=self.begin)\n",
+        "            pass\n",
+    ),
+    Plant(
+        "choices of a cached pass are taken for those of a text's first tokens",
+        "tests/cpu/test_training_routing.py::test_a_step_replays_the_experts_of_generated_texts",
+        "training/routing_generation.py",
+        "path[len(path) - length :]",
+        "path[:length]",
+    ),
 )

@@ -14,16 +14,19 @@ from torch.nn.functional import pad
 
 from moefold.comm.collectives import broadcast_, gather, receive, send, sum_
 from moefold.comm.group import Group
-from moefold.data.batch import pack
+from moefold.data.batch import MicroBatch, pack
 from moefold.kernels.linear.product import linear
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow, local_rows
+from moefold.layers.saved_tensors import RoutingDecisions
 from moefold.mesh.shares import largest_share, share
 from moefold.parallel.apply import ModelParts
 
 Score = Callable[..., Tensor]
 """``score(x_TD, head, flow, chunk=...)``: a function of the logits, computed ``chunk`` rows at a
 time."""
+RecordPass = Callable[[Sequence[Sequence[int]], MicroBatch], RoutingDecisions]
+"""``record(texts, rows)``: the decisions of a pass through this rank's rows of texts."""
 
 
 @torch.no_grad()
@@ -38,12 +41,16 @@ def score(parts: ModelParts, flow: Flow, score_fn: Score, chunk: int) -> Tensor 
 
 @torch.no_grad()
 def next_logits(
-    parts: ModelParts, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
+    parts: ModelParts,
+    texts: Sequence[Sequence[int]],
+    cache: KeyValueCache | None = None,
+    record: RecordPass | None = None,
 ) -> Tensor:
     """Return the logits [P, V] of the token that follows each text, on every rank.
 
     A collective call with the same texts on all ranks, none of them empty. The distributed
-    :meth:`DecoderModel.next_logits`; with context ranks the cache is not used.
+    :meth:`DecoderModel.next_logits`; with context ranks the cache is not used. ``record`` returns
+    the pass's routing decisions, which it is told as they are made.
     """
     model = parts.model
     world = parts.world
@@ -62,6 +69,8 @@ def next_logits(
         cache=cache,
         dropless=True,
     )
+    if record is not None:
+        flow = replace(flow, decisions=record(texts, flow.rows))
     x_TD = forward(parts, flow)
     last_P = (batch.cu_seqlens[1:] - 1).long().to(world.device)
     vocab = model.record.vocab
@@ -76,9 +85,12 @@ def next_logits(
     return broadcast_(logits_PV, world.group("pp"), last_rank)
 
 
-def incremental_logits(parts: ModelParts) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+def incremental_logits(
+    parts: ModelParts, record: RecordPass | None = None
+) -> Callable[[Sequence[Sequence[int]]], Tensor]:
     """Return ``next_logits`` for growing texts, with a key-value cache where possible."""
-    return partial(next_logits, parts, cache=KeyValueCache.of(parts.model.record))
+    cache = KeyValueCache.of(parts.model.record)
+    return partial(next_logits, parts, cache=cache, record=record)
 
 
 def forward(parts: ModelParts, flow: Flow) -> Tensor | None:
