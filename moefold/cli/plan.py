@@ -6,6 +6,9 @@ is needed and nothing is allocated. docs/plan.md explains the output and how acc
 """
 
 import argparse
+import os
+import sys
+import webbrowser
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -30,15 +33,16 @@ MIN_FRACTION = 0.005
 """Parts below this fraction of the total are not listed."""
 NOTHING_FITS = 1
 """Exit status where no layout fits."""
+MAX_PORT = 65_535
 UNSUPPORTED = "not supported by training yet, or only with another package"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     kinds = "run file, recipe, Hugging Face folder, or published model"
-    add_run(parser, "train.micro_batch=2", kinds)
+    add_run(parser, "train.micro_batch=2", kinds, optional=True)
     text = "device and number, such as h100x256; or cpu or a .json file (docs/plan.md)"
-    parser.add_argument("--cluster", metavar="NAME", required=True, help=text)
+    parser.add_argument("--cluster", metavar="NAME", help=text)
     text = "links inside a node: switch, mesh or pcie, GB/s, or pcie:20 (default: as sold)"
     parser.add_argument("--links", metavar="KIND", help=text)
     text = "devices that these links connect (default: as sold; 8 with PCIe)"
@@ -62,12 +66,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", metavar="N", type=float, help=text)
     text = "also write the plan as an HTML page (default: none)"
     parser.add_argument("--html", metavar="FILE", help=text)
+    text = "open a local page that plans anew with each input; RUN and options are its first ones"
+    parser.add_argument("--serve", action="store_true", help=text)
+    text = "port of --serve (default: a free one)"
+    parser.add_argument("--port", metavar="N", type=int, help=text)
+    text = "print the address of --serve without opening it"
+    parser.add_argument("--no-browser", action="store_true", help=text)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     given = vars(args)
+    if args.serve:
+        return _serve(args)
+    _require(args)
     require_positive(**{f"--{name}": given[name] for name in ("load", "memory", "tokens")})
     require_positive(MAX_SIZE, **{f"--{name}": given[name] for name in ("batch", "seq")})
     if args.html:
@@ -97,6 +110,52 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         console.print(Text(args.html), soft_wrap=True)
     return status
+
+
+def _require(args: argparse.Namespace) -> None:
+    """Check that what a plan needs is given, and nothing that only a page uses."""
+    needed = {"RUN": args.source, "--cluster": args.cluster}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        names = ", ".join(missing)
+        raise ValueError(f"the following arguments are required: {names}; or --serve, a page")
+    if args.port is not None or args.no_browser:
+        raise ValueError("--port and --no-browser are for --serve")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C; return the exit status."""
+    from moefold.planner.serve.form import first_values
+    from moefold.planner.serve.server import PlanServer
+
+    if args.html or args.json:
+        raise ValueError("--serve prints no plan: leave out --html and --json")
+    port = args.port or 0
+    if not 0 <= port <= MAX_PORT:
+        nearest = min(max(port, 1), MAX_PORT)
+        raise ValueError(f"--port {port}: must be 1 to {MAX_PORT:,}; nearest: {nearest}")
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    values = first_values(options, overrides_of(args))
+    try:
+        server = PlanServer(values, port)
+    except OSError as error:
+        raise ValueError(f"--port {port}: {error.strerror}; leave it out for a free one") from None
+    print(f"{server.url}\nCtrl-C ends it", flush=True)
+    try:
+        if not args.no_browser and _has_display():
+            webbrowser.open(server.url)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.close()
+    return 0
+
+
+def _has_display() -> bool:
+    """Return whether a browser would have a window, and not take over the terminal."""
+    named = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    return sys.platform == "darwin" or bool(named)
 
 
 def _plan_parts(plan: Plan, tokens: float | None) -> Iterator[Text | Table]:

@@ -194,6 +194,17 @@ def load_with_clones(load: float, slots: int) -> float:
     return min(load, MAX_LOAD_WITH_CLONES[min(slots, len(MAX_LOAD_WITH_CLONES) - 1)])
 
 
+def require_load(load: float) -> None:
+    """Check the rows of the fullest expert rank over the mean.
+
+    Raises:
+        ValueError: it is below the mean.
+    """
+    if load < 1:
+        text = f"load {load}: must be at least 1, the mean of all expert ranks; nearest: 1"
+        raise ValueError(text)
+
+
 @dataclass(frozen=True)
 class Case:
     """One step of one model in one layout on one cluster."""
@@ -226,13 +237,16 @@ class Case:
             raise ValueError(f"stages hold {self.multi_token} m layers, but the model has {ahead}")
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
-            raise ValueError(f"batch {self.batch} must be a multiple of dp * micro_batch = {share}")
+            nearest = max(1, round(self.batch / share)) * share
+            raise ValueError(
+                f"batch {self.batch} must be a multiple of dp * micro_batch = {share}; "
+                f"nearest: {nearest}"
+            )
         shape = self.sizes.pp, self.sizes.vpp, self.num_micro_batches
         if violations := list(self.schedule.violations(*shape)):
             source = "schedule {} with pp{} vpp{}, {} micro-batches on each data rank"
             raise RunError(violations, source=source.format(self.schedule.name, *shape))
-        if self.load < 1:
-            raise ValueError(f"load {self.load}: must be at least 1, the mean of all expert ranks")
+        require_load(self.load)
         if not isinstance(self.context, Ring):
             heads = model_needs(self.decoder, self.seq).heads
             for violation in self.context.violations(self.sizes, heads):

@@ -369,7 +369,10 @@ def parse_cluster(text: str, links: StatedLinks | None = None) -> Cluster:
             "measured by `moefold bench` or described (docs/plan.md)"
         )
     if number > MAX_DEVICES:
-        raise ValueError(f"cluster {text!r}: must have at most {MAX_DEVICES:,} devices")
+        raise ValueError(
+            f"cluster {text!r}: must have at most {MAX_DEVICES:,} devices; "
+            f"nearest: {name}x{MAX_DEVICES}"
+        )
     device = stated.apply(device)
     if number > 1 and not device.link_bandwidth:
         raise ValueError(

@@ -7,10 +7,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from moefold.mesh.grid import Grid
 from moefold.mesh.pipeline import StagePart
 from moefold.planner.case import load_with_clones
 from moefold.planner.goodput import scaling_curve
+from moefold.planner.memoize import memoize
 from moefold.planner.memory import estimate_memory, rank_totals, with_fewest_micro_batches
 from moefold.planner.plan import GB, Plan, PlannedLayout
 from moefold.planner.shortfall import Shortfall
@@ -162,20 +165,34 @@ def _layout_json(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def render_page(plan: Plan, tokens: float | None) -> str:
-    """Return the HTML page.
+    """Return the HTML page of a plan.
 
     Args:
         plan: the plan.
         tokens: tokens of the whole run, for days, cost and energy; None shows none of them.
     """
     data = page_data(plan, tokens)
-    # Data inside a script element must not contain the end of that element or begin a comment.
-    packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    task = plan.task
-    device = plan.task.cluster.device.name
-    title = f"{task.name} on {task.cluster.devices:,} {device}"
+    return _page(data["title"], data, None)
+
+
+def render_form(form: dict[str, Any]) -> str:
+    """Return the HTML page of :mod:`moefold.planner.serve`, whose form asks for plans.
+
+    Args:
+        form: the fields with the texts with which they begin.
+    """
+    return _page("moefold plan", None, form)
+
+
+def _page(title: str, plan: dict[str, Any] | None, form: dict[str, Any] | None) -> str:
     text = TEMPLATE.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title))
-    return text.replace("__DATA__", packed)
+    packed = json.dumps({"plan": plan, "form": form}, separators=(",", ":"), allow_nan=False)
+    # Data inside a script element must not contain the end of that element or begin a comment.
+    return text.replace("__DATA__", packed.replace("<", "\\u003c"))
+
+
+ROWS = ("given", "today", "layouts", "same_format", "published")
+"""Parts of a plan's JSON data with the layouts of the page's table."""
 
 
 def page_data(plan: Plan, tokens: float | None) -> dict[str, Any]:
@@ -195,9 +212,32 @@ def page_data(plan: Plan, tokens: float | None) -> dict[str, Any]:
             for kind in SCALINGS
         }
     details = {name: _layout_details(layout) for name, layout in layouts.items() if layout}
-    return plan_json(plan, tokens) | {"close": details, "scaling": scaling}
+    data = plan_json(plan, tokens)
+    shown = (plan.given, plan.trainable, plan.layouts, plan.same_format, plan.published)
+    for name, found in zip(ROWS, shown, strict=True):
+        rows = found if isinstance(found, tuple) else filter(None, [found])
+        filled = [_layout_json(layout) | _fragment(plan, layout) for layout in rows]
+        data[name] = filled if isinstance(found, tuple) else next(iter(filled), None)
+    task = plan.task
+    return {
+        **data,
+        "title": f"{task.name} on {task.cluster.devices:,} {task.cluster.device.name}",
+        "complete": plan.complete,
+        "close": details,
+        "scaling": scaling,
+    }
 
 
+def _fragment(plan: Plan, layout: PlannedLayout) -> dict[str, str]:
+    """Return a layout as a run file fragment in YAML, or why there is none."""
+    try:
+        return {"fragment": yaml.safe_dump(plan.fragment(layout), sort_keys=False).rstrip()}
+    except ValueError as error:
+        return {"no_fragment": str(error)}
+
+
+# Served plans of one search share most of their layouts.
+@memoize(32)
 def _layout_details(layout: PlannedLayout) -> dict[str, Any]:
     """Return a layout's JSON data with that of its drawings."""
     case = layout.case

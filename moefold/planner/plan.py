@@ -18,7 +18,7 @@ from moefold.config.errors import RunError, Violation, dotted
 from moefold.layers.config import MAX_SIZE, Full
 from moefold.mesh.pipeline import Stages
 from moefold.parallel.config import Layout
-from moefold.planner.case import Case, Recipe
+from moefold.planner.case import Case, Recipe, require_load
 from moefold.planner.goodput import Faults, Goodput, Price, RunCost, goodput, run_cost
 from moefold.planner.hardware import (
     Cluster,
@@ -59,6 +59,8 @@ from moefold.spec.tuning import tune
 GB = 1e9
 MAX_NUMBER = 1e18
 """Bound of every number that a plan is given."""
+SEARCHING = "still searching"
+"""Why there is no layout in a plan that is not complete."""
 OWN = "run"
 """Origin of a run's own layout."""
 MEMORY_ERROR = 0.1
@@ -227,6 +229,8 @@ class Plan:
     price: Price
     run: Run | None = None
     """The planned run; None for a published model."""
+    complete: bool = True
+    """Whether all searches have ended; until then ``layouts`` and ``trainable`` may be missing."""
 
     @property
     def best(self) -> PlannedLayout | None:
@@ -246,13 +250,22 @@ class Plan:
     @property
     def run_file(self) -> dict[str, Any] | None:
         """Run file data for the layout ``trainable``, to merge over the run's own file if any."""
-        if self.trainable is None:
-            return None
-        return (
-            run_file_fragment(self.trainable)
-            if self.run is None
-            else _run_overrides(self.run, self.trainable)
-        )
+        return None if self.trainable is None else self.fragment(self.trainable)
+
+    def fragment(self, layout: PlannedLayout) -> dict[str, Any]:
+        """Return run file data for a layout of the plan, to merge over the run's own file if any.
+
+        Raises:
+            ValueError: training cannot execute the layout, or the run's rules refuse it.
+        """
+        if self.run is None:
+            return run_file_fragment(layout)
+        fragment = _run_overrides(self.run, layout)
+        searched = layout.source != OWN and layout is not self.trainable
+        violation = next(_run_violations(self.run, layout), None) if searched else None
+        if violation is not None:
+            raise ValueError(f"breaks {dotted(violation.path)}: {violation.rule}")
+        return fragment
 
     @property
     def expected_goodput(self) -> Goodput:
@@ -267,7 +280,9 @@ class Plan:
 
     @cached_property
     def shortfall(self) -> Shortfall | None:
-        """What is missing, and what would make it fit; None if a layout fits."""
+        """What is missing, and what would make it fit; None if a layout fits, or may yet."""
+        if not self.complete:
+            return None
         fits = self.recommended is not None or (self.given is not None and self.given.fits)
         return None if fits else find_shortfall(self.task)
 
@@ -313,7 +328,42 @@ def plan(
         ValueError: the run, model or device does not exist, a published model has no batch, or a
             number is not legal.
     """
-    require_positive(load=load, memory_gb=memory_gb, top=top)
+    require_positive(top=top)
+    prepared = prepare(
+        run,
+        cluster,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        load=load,
+        memory_gb=memory_gb,
+        faults=faults,
+        price=price,
+        overrides=overrides,
+    )
+    *_, complete = search_steps(prepared, top)
+    return complete
+
+
+def prepare(
+    run: Run | str | Path,
+    cluster: str | Cluster,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str | None = None,
+    load: float = DEFAULT_LOAD,
+    memory_gb: float | None = None,
+    faults: Faults | None = None,
+    price: Price | None = None,
+    overrides: Sequence[str] = (),
+) -> Plan:
+    """Return a plan before any search: its task, the run's own layout and published ones.
+
+    Arguments and errors are those of :func:`plan`.
+    """
+    require_positive(load=load, memory_gb=memory_gb)
+    require_load(load)
     require_positive(MAX_SIZE, batch=batch, seq=seq)
     if isinstance(cluster, str):
         cluster = parse_cluster(cluster)
@@ -322,7 +372,35 @@ def plan(
     task, layout, loaded = _resolve_task(run, cluster, batch, seq, load, overrides, precision)
     require_recipe(cluster.device, task.number_formats.recipe)
     given, given_problem = _given_layout(task, layout)
+    return Plan(
+        task=task,
+        given=given,
+        given_problem=given_problem,
+        layouts=(),
+        trainable=None,
+        trainable_problem=SEARCHING,
+        same_format=(),
+        published=tuple(_published_layouts(task)),
+        faults=faults or Faults(),
+        price=price or Price(),
+        run=loaded,
+        complete=False,
+    )
+
+
+def search_steps(prepared: Plan, top: int = 3) -> Iterator[Plan]:
+    """Yield a prepared plan after each search: with the fastest layout that training executes, and
+    complete.
+
+    Args:
+        prepared: what :func:`prepare` returned.
+        top: number of layouts to return.
+    """
+    task = prepared.task
     search = Search(task)
+    trainable, trainable_problem = _trainable_layout(search, prepared.run)
+    found = replace(prepared, trainable=trainable, trainable_problem=trainable_problem)
+    yield found
     recipe = task.number_formats.recipe
     layouts: tuple[PlannedLayout, ...] = ()
     same_format: tuple[PlannedLayout, ...] = ()
@@ -331,24 +409,11 @@ def plan(
         layouts = _search_layouts(search, space, top)
         if {found.recipe for found in layouts} != {recipe}:
             same_format = _search_layouts(search, replace(space, recipes=(recipe,)))
-    trainable, trainable_problem = _trainable_layout(search, loaded)
     # Only the layouts of training try state and activations on the host in every form.
     if trainable is not None:
         fastest = layouts[0].step_time_s if layouts else inf
         layouts = (trainable, *layouts)[:top] if trainable.step_time_s < fastest else layouts
-    return Plan(
-        task=task,
-        given=given,
-        given_problem=given_problem,
-        layouts=layouts,
-        trainable=trainable,
-        trainable_problem=trainable_problem,
-        same_format=same_format,
-        published=tuple(_published_layouts(task)),
-        faults=faults or Faults(),
-        price=price or Price(),
-        run=loaded,
-    )
+    yield replace(found, layouts=layouts, same_format=same_format, complete=True)
 
 
 def require_positive(most: float = MAX_NUMBER, **numbers: float | None) -> None:
@@ -364,6 +429,11 @@ def require_positive(most: float = MAX_NUMBER, **numbers: float | None) -> None:
             raise ValueError(f"{name} {value:g}: must be at most {most:g}")
 
 
+def is_run(source: str) -> bool:
+    """Return whether a name is that of a run file, a recipe or a folder, not of a model alone."""
+    return Path(source).exists() or source in recipes()
+
+
 def _resolve_task(
     run: Run | str | Path,
     cluster: Cluster,
@@ -376,7 +446,7 @@ def _resolve_task(
     """Return task, own layout and run of a run, or the task of a published model and None, None."""
     if isinstance(run, Run) and overrides:
         raise ValueError(f"override {overrides[0]} needs a run file or a recipe, not a loaded run")
-    if isinstance(run, Run) or Path(run).exists() or str(run) in recipes():
+    if isinstance(run, Run) or is_run(str(run)):
         if seq is not None:
             raise ValueError(f"seq {seq} is for published models; in a run override data.seq={seq}")
         if precision is not None:

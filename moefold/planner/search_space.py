@@ -158,7 +158,7 @@ def stated_recipe(text: str, device: Device) -> Recipe:
         word = "mxfp8" if "mxfp8" in device.recipes else "fp8_block"
     known = get_args(Recipe)
     if word not in known:
-        nearest = closest(word, known)
+        nearest = closest(word, ("fp8", *known), 0.4)
         hint = f"; nearest: {nearest}" if nearest else ""
         raise ValueError(f"precision {text}: must be fp8 or one of {', '.join(known)}{hint}")
     require_recipe(device, word)
