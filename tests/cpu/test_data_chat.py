@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,10 +63,15 @@ def documents(prepared: PreparedData) -> list[tuple[list[int], list[int]]]:
     return [(p.ids_N.tolist(), p.loss_mask_N.astype(int).tolist()) for p in pieces]  # type: ignore[union-attr]
 
 
-def theirs(folder: Path, examples: Sequence[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+@lru_cache(maxsize=1)
+def tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def theirs(folder: Path, examples: Sequence[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    tokenizer = tokenizer_of(folder)
     found = []
     for example in examples:
         said = tokenizer.apply_chat_template(

@@ -82,13 +82,12 @@ def test_pairs_are_those_of_trl(both: tuple[Tokenizer, Any]) -> None:
 def test_conversations_have_the_ids_of_transformers(both: tuple[Tokenizer, Any]) -> None:
     ours, theirs = both
     draws = Random("chats")
-    for _ in range(6):
-        messages = conversation(draws, system=False)
-        wanted = theirs.apply_chat_template(messages)["input_ids"]
-        with Renderer(chat_template(ours)) as renderer:
-            text = renderer.text_of(messages)
-        ((ids, _),) = ours.encode_chats([text])
-        assert ids.tolist() == wanted
+    with Renderer(chat_template(ours)) as renderer:
+        for _ in range(6):
+            messages = conversation(draws, system=False)
+            wanted = theirs.apply_chat_template(messages)["input_ids"]
+            ((ids, _),) = ours.encode_chats([renderer.text_of(messages)])
+            assert ids.tolist() == wanted
 
 
 def test_named_tokens_and_sizes_are_those_of_transformers(both: tuple[Tokenizer, Any]) -> None:
@@ -118,10 +117,11 @@ def test_a_stored_and_exported_folder_is_read_alike(
     back = AutoTokenizer.from_pretrained(tmp_path)
     alone = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     alone.encode_special_tokens = ours.files.splits_special
+    read = from_path(str(tmp_path))
     for text in (*texts("exported"), *with_special(theirs, "exported")):
         ids = theirs(text)["input_ids"]
         assert back(text)["input_ids"] == ids
-        assert from_path(str(tmp_path)).encode_prompt(text) == ids
+        assert read.encode_prompt(text) == ids
         assert alone.encode(text).ids == ids
     assert back.chat_template == theirs.chat_template
 

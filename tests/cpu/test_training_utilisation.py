@@ -117,9 +117,7 @@ def test_the_banner_counts_ranks_and_the_epochs_of_the_steps_to_go(tmp_path: Pat
         job.world = world
 
 
-@pytest.mark.parametrize(
-    ("first", "spins"), [("moefold", False), ("moefold.api", False), ("torch", True)]
-)
+@pytest.mark.parametrize(("first", "spins"), [("moefold", False), ("torch", True)])
 def test_waiting_threads_sleep_where_moefold_comes_before_torch(first: str, spins: bool) -> None:
     """By what the OpenMP library says of itself when torch loads it: they soon stop spinning."""
     ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

@@ -141,7 +141,8 @@ class Asked(NamedTuple):
     @property
     def layers(self) -> int:
         sizes = self.layout.split
-        return LAYERS if self.away is None else LEAVING * sizes.pp * sizes.vpp
+        leaves = self.away is not None and (self.away.host or self.away.disk)
+        return LEAVING * sizes.pp * sizes.vpp if leaves else LAYERS
 
     @property
     def decoder(self) -> Decoder:
