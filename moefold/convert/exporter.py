@@ -122,8 +122,9 @@ def staging_folder(folder: Path) -> Iterator[Path]:
 def _write_weights(folder: Path, files: Sequence[Sequence[NamedSlice]]) -> None:
     """Write safetensors files under their usual names, with an index if there are several."""
     names = ["model.safetensors"]
-    if len(files) > 1:
-        names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    number = len(files)
+    if number > 1:
+        names = [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
     for name, tensors in zip(names, files, strict=True):
         write_shard(DISK, folder / name, tensors, CHUNK_BYTES, 0)
     if len(files) > 1:

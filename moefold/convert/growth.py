@@ -113,14 +113,16 @@ def upcycle(
         if name.endswith(ROUTER):
             shape = (copies, config.decoder.hidden)
             std = config.decoder.init_std
-            rng = torch.Generator().manual_seed(growth.seed * 1_000_003 + int(name.split(".")[1]))
+            layer = int(name.split(".")[1])
+            rng = torch.Generator().manual_seed(growth.seed * 1_000_003 + layer)
             return (std * torch.randn(shape, generator=rng)).repeat(shards, 1)
         if not name.endswith((W_IN, W_OUT)):
             return torch.stack([source[name] for source in sources]).mean(0)
         dim, scale = (-2, in_scale) if name.endswith(W_IN) else (-1, out_scale)
         dense = [source[name.replace(".moe.experts.", ".ffn.")] for source in sources]
         cut = [tensor.mul(scale).chunk(shards, dim) for tensor in dense]
-        return torch.stack([cut[c % len(cut)][g] for g in range(shards) for c in range(copies)])
+        experts = [cut[copy % len(cut)][shard] for shard in range(shards) for copy in range(copies)]
+        return torch.stack(experts)
 
     notes: list[str] = []
     if len(sources) > 1:
@@ -215,7 +217,8 @@ def grow(
         if new > old:
             kept = torch.arange(new) // times
         else:
-            load = torch.tensor((loads or {})[int(name.split(".")[1])], dtype=torch.float64)
+            layer = int(name.split(".")[1])
+            load = torch.tensor((loads or {})[layer], dtype=torch.float64)
             kept = load.argsort(descending=True, stable=True)[:new].sort().values
         return tensor[kept] * scale if name.endswith(EXPERT_OUTPUTS) else tensor[kept]
 
@@ -256,10 +259,11 @@ def resize(
     def read_layer(name: str) -> Tensor:
         if not name.startswith("layers."):
             return read(name)
-        _, number, rest = name.split(".", 2)
-        layer = origin[int(number)]
+        _, digits, rest = name.split(".", 2)
+        number = int(digits)
+        layer = origin[number]
         tensor = read(f"layers.{layer}.{rest}")
-        inserted = int(number) > 0 and origin[int(number) - 1] == layer
+        inserted = number > 0 and origin[number - 1] == layer
         return torch.zeros_like(tensor) if inserted and name.endswith(OUTPUTS) else tensor
 
     return GrownModel(model, model.describe(decoder.vocab), read_layer, notes)
@@ -277,7 +281,8 @@ def tile(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(old) == tuple(shape):
         return tensor
     times = [new // size for new, size in zip(shape, old, strict=True)]
-    if [size * n for size, n in zip(old, times, strict=True)] != list(shape):
+    repeated = [size * n for size, n in zip(old, times, strict=True)]
+    if repeated != list(shape):
         raise ValueError(f"{name} of shape {list(old)} cannot be repeated to {list(shape)}")
     summed = tensor.dim() > 1 and name != "embed.weight" and not name.endswith("bias")
     return tensor.repeat(times) / (times[-1] if summed else 1)

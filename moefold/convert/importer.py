@@ -107,8 +107,11 @@ class FolderTensors(Mapping[str, Tensor]):
         low_rank = None if self._adapter is None else self._adapter.peft.adapters.get(name)
         if self._adapter is None or low_rank is None:
             return tensor
-        a, b = (self._adapter[name + end] for end in (LORA_A, LORA_B))
-        a = a[tuple(slice(*dim) for dim in (*box[: a.dim() - 2], (0, low_rank.rank), box[-1]))]
+        a = self._adapter[name + LORA_A]
+        b = self._adapter[name + LORA_B]
+        lead = box[: a.dim() - 2]
+        box_a = (*lead, (0, low_rank.rank), box[-1])
+        a = a[tuple(slice(*dim) for dim in box_a)]
         b = b[tuple(slice(*dim) for dim in box[:-1])]
         return merge_adapter(tensor, a, b, low_rank.scale)
 
@@ -158,12 +161,12 @@ class FolderTensors(Mapping[str, Tensor]):
         # [E, 2, F, D] in the model, [E, 2 * F, D] on disk; or both without E
         (*experts, gate_up, rows, columns) = box
         width = shape[-2]
-        parts = [
-            self._source.read_box(
-                piece.name, (*experts, (i * width + rows[0], i * width + rows[1]), columns)
-            )
-            for i in range(*gate_up)
-        ]
+        (start, end) = rows
+        parts = []
+        for i in range(*gate_up):
+            first = i * width
+            part = (*experts, (first + start, first + end), columns)
+            parts.append(self._source.read_box(piece.name, part))
         return torch.stack(parts, len(experts))
 
     def _read_experts(self, name: str, box: Box) -> Tensor:
@@ -344,10 +347,12 @@ def dequantise_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Ten
     2412.19437, section 3.3).
     """
     *lead, rows, columns = codes.shape
-    scales = scales.view(E8M0) if scales.dtype == torch.uint8 else scales
+    if scales.dtype == torch.uint8:
+        scales = scales.view(E8M0)
     grid = -(-rows // block[0]), -(-columns // block[1])
-    per_matrix = lead if scales.numel() == prod((*lead, *grid)) else [1] * len(lead)
-    scales = scales.float().reshape(*per_matrix, *grid)
+    # One grid for each matrix, or one for all.
+    matrices = lead if scales.numel() == prod((*lead, *grid)) else [1] * len(lead)
+    scales = scales.float().reshape(*matrices, *grid)
     scales = scales.repeat_interleave(block[0], -2)[..., :rows, :]
     return codes.float() * scales.repeat_interleave(block[1], -1)[..., :columns]
 
@@ -358,4 +363,5 @@ def dequantise_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     A byte has two E2M1 numbers, the first in its low half (OCP Microscaling Formats 1.0).
     """
     numbers = decode_e2m1(unpack(codes), torch.float32)
-    return (numbers * scales.view(E8M0).float()[..., None]).flatten(2).transpose(1, 2)
+    factors = scales.view(E8M0).float()[..., None]
+    return (numbers * factors).flatten(2).transpose(1, 2)

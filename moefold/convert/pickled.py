@@ -137,10 +137,10 @@ def _read_dcp(folder: Path) -> dict[str, _PickledTensor]:
     problems = list[str]()
     found: dict[str, _PickledTensor] = {}
     try:
-        locations = {
-            (index.fqn, tuple(getattr(index, "offset", None) or ())): info
-            for index, info in metadata.storage_data.items()
-        }
+        locations = {}
+        for index, info in metadata.storage_data.items():
+            offset = getattr(index, "offset", None) or ()
+            locations[index.fqn, tuple(offset)] = info
         for name, entry in metadata.state_dict_metadata.items():
             if "chunks" not in vars(entry):
                 continue  # not a tensor
@@ -155,7 +155,8 @@ def _read_dcp(folder: Path) -> dict[str, _PickledTensor]:
             for offsets, sizes in parts:
                 location = locations[name, offsets]
                 problems += _location_problems(folder, name, location)
-                box = tuple((a, a + n) for a, n in zip(offsets, sizes, strict=True))
+                dims = zip(offsets, sizes, strict=True)
+                box = tuple((offset, offset + size) for offset, size in dims)
                 read = partial(_read_box, folder, name, location, sizes, dtype)
                 boxes.append((box, read))
             found[name] = _PickledTensor(_tensor_info(METADATA, dtype, shape), boxes)

@@ -167,10 +167,12 @@ def plan_import(
             scale_problems += _code_problems(piece, present)
     problems += scale_problems
     once = {(p.name, p.rows): p for p in needed if p.rows}.values()
-    alone = [*(p for p in needed if not p.rows), *{p.name: p for p in once}.values()]
+    in_rows = {piece.name: piece for piece in once}
+    alone = [*(piece for piece in needed if not piece.rows), *in_rows.values()]
     stored_as = [p.name + MXFP4_CODES if p.name in coded else p.name for p in alone]
     uses = Counter(stored_as + [scale.name for scale in scales.values()])
-    problems += [f"{n} is needed {count} times, not once" for n, count in uses.items() if count > 1]
+    repeated = {name: count for name, count in uses.items() if count > 1}
+    problems += [f"{name} is needed {count} times, not once" for name, count in repeated.items()]
     ignored: dict[str, str] = {}
     for name in present:
         reason = None if name in uses else ignore_reason(name)
@@ -246,8 +248,10 @@ def _scale_block(
     if len(shape) < 2:
         return None
     *lead, rows, columns = shape
-    if block is not None and scales == (*lead, -(-rows // block[0]), -(-columns // block[1])):
-        return block
+    if block is not None:
+        grid = -(-rows // block[0]), -(-columns // block[1])
+        if scales == (*lead, *grid):
+            return block
     if scales in ((*lead, rows), (*lead, rows, 1)):
         return 1, columns
     whole = {tuple(lead), (*lead, 1), (*lead, 1, 1), (), (1,), (1, 1)}
@@ -263,8 +267,10 @@ def _expected_scales(shape: tuple[int, ...], block: tuple[int, int] | None) -> s
             f"{' or '.join(map(str, allowed))}, as config.json has no weight_block_size; add it "
             "to quantization_config if scales are per block"
         )
-    grid = [*lead, -(-rows // block[0]), -(-columns // block[1])]
-    return f"{grid} for blocks of {block[0]} x {block[1]}, or {' or '.join(map(str, allowed))}"
+    height, width = block
+    grid = [*lead, -(-rows // height), -(-columns // width)]
+    others = " or ".join(map(str, allowed))
+    return f"{grid} for blocks of {height} x {width}, or {others}"
 
 
 def _code_problems(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> Iterator[str]:

@@ -44,9 +44,11 @@ class ConvertError(ValueError):
 
     def __init__(self, path: Path | str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        listed = "".join(f"\n  {p}" for p in self.problems[:MAX_LISTED])
+        lines = [f"{path}:", *self.problems[:MAX_LISTED]]
         more = len(self.problems) - MAX_LISTED
-        super().__init__(f"{path}:{listed}" + (f"\n  and {more} more" if more > 0 else ""))
+        if more > 0:
+            lines.append(f"and {more} more")
+        super().__init__("\n  ".join(lines))
 
 
 def nonfinite(tensor: torch.Tensor) -> str | None:
@@ -99,7 +101,8 @@ class Weights(ABC):
     def strip_language_prefix(self) -> None:
         """Rename a multimodal model's language tensors as in a text-only model."""
         new = {name: _LANGUAGE_MODEL.sub(r"\1", name) for name in self.tensors}
-        twice = [name for name in self.tensors if new[name] != name and new[name] in new]
+        renamed = [name for name in self.tensors if new[name] != name]
+        twice = [name for name in renamed if new[name] in new]
         if twice:
             problems = [f"{n} in {self.tensors[n].file} is also stored as {new[n]}" for n in twice]
             raise ConvertError(self.folder, problems)
@@ -191,13 +194,16 @@ def _weight_files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
     if irregular:
         raise ConvertError(folder, irregular)
     stray = [n for n in present if n.endswith(".safetensors") and n not in files]
-    for note, names in (
-        ("Python code in the folder is never run", [n for n in present if n.endswith(".py")]),
-        ("pickled files are not read", pickled),
-        ("other safetensors files are not read", stray),
-    ):
+    code = [name for name in present if name.endswith(".py")]
+    unread = {
+        "Python code in the folder is never run": code,
+        "pickled files are not read": pickled,
+        "other safetensors files are not read": stray,
+    }
+    for note, names in unread.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        notes += [f"{note}: {', '.join(names[:3])}{more}"] if names else []
+        if names:
+            notes.append(f"{note}: {', '.join(names[:3])}{more}")
     return files
 
 

@@ -69,7 +69,8 @@ def full_box(sent: ExportTensor) -> Box:
 
 def is_splittable(sent: ExportTensor) -> bool:
     """Return whether a tensor can be split by rows: whether its rows are rows of the model's."""
-    return sent.rows is None and sent.shape[:1] == sent.full_shape[len(sent.index) :][:1]
+    shape = sent.full_shape[len(sent.index) :]
+    return sent.rows is None and sent.shape[:1] == shape[:1]
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ def stream_weights(
         )
     tensors = {(w.name, w.box): w.tensor.detach() for w in state.weights() if w.is_first}
     mine = list(tensors)
+    # A message has lists where keys have tuples.
     boxes = [
-        [(name, tuple((start, end) for start, end in box)) for name, box in names]
+        [(name, tuple(map(tuple, box))) for name, box in names]
         for names in gather_to_first(mine, ranks)
     ]
     buffer = torch.empty(bucket_bytes if ranks.index == 0 else 0, dtype=torch.uint8)
@@ -146,9 +148,8 @@ def stream_weights(
             _unpack(parts, message, buffer)
             filled += size
         assert filled == sum(span.size for span in spans), "every element is on one rank"
-        digests = tuple(
-            sha256(buffer[s.offset : s.offset + s.size].numpy().data).hexdigest() for s in spans
-        )
+        values = [buffer[span.offset : span.offset + span.size] for span in spans]
+        digests = tuple(sha256(value.numpy().data).hexdigest() for value in values)
         yield TensorBatch(spans, digests, buffer[:used])
 
 
@@ -197,7 +198,8 @@ def pack_buckets(sent: Iterable[ExportTensor], bucket_bytes: int) -> Iterator[tu
                 continue
             end = min(first + rows, entry.shape[0])
             spans.append(RowRange(entry, first, end, offset))
-            offset = -(-(offset + (end - first) * row) // ALIGNMENT) * ALIGNMENT
+            size = (end - first) * row
+            offset = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
             first = end
             offset = min(offset, bucket_bytes)
     if spans:

@@ -25,7 +25,10 @@ class GroupKind(NamedTuple):
     def runs(self, grid: Grid) -> Runs:
         """Return the strides and sizes that the groups span; equal for kinds with equal groups."""
         runs = grid.runs(self.axes)
-        return tuple((stride * (size - 1), 2) for stride, size in runs) if self.ends else runs
+        if not self.ends:
+            return runs
+        # The first and the last rank of each run.
+        return tuple((stride * (size - 1), 2) for stride, size in runs)
 
 
 ATTENTION = "attention"
@@ -102,7 +105,8 @@ class Folding:
             "pp": ("pp", sizes.pp),
         }
         names = order.split("-")
-        self.attention = Grid(tuple((name, axes[name]) for name in names if name in axes))
+        attention_axes = tuple((name, axes[name]) for name in names if name in axes)
+        self.attention = Grid(attention_axes)
         self.experts = Grid(tuple(expert_axes[name] for name in names if name in expert_axes))
 
     def attention_coordinates(self, rank: int) -> AttentionCoordinates:

@@ -76,7 +76,8 @@ class Grid:
 
     def start(self, rank: int, axes: Collection[str]) -> int:
         """Return the smallest rank of a rank's group over ``axes``."""
-        return rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
+        offsets = [self.coordinate(rank, axis) * self.strides[axis] for axis in axes]
+        return rank - sum(offsets)
 
 
 def offsets_of(runs: Runs) -> Offsets:
@@ -86,7 +87,8 @@ def offsets_of(runs: Runs) -> Offsets:
         return range(0, stride * size, stride)
     offsets = [0]
     for stride, size in runs:
-        offsets = [high + low for high in range(0, stride * size, stride) for low in offsets]
+        steps = range(0, stride * size, stride)
+        offsets = [high + low for high in steps for low in offsets]
     return tuple(offsets)
 
 

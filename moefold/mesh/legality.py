@@ -81,7 +81,7 @@ def world_violations(
     if world > 0 and world % smallest == 0:
         return
     below = max(world, 0) // smallest * smallest
-    above = (max(world, 0) // smallest + 1) * smallest
+    above = below + smallest
     nearest = above if below == 0 or above - world < world - below else below
     others = f"{below} or {above}" if below else f"{above}"
     rule = f"must be a multiple of pp * lcm(tp * cp, ep * etp) = {smallest}, such as {others}"
@@ -113,7 +113,9 @@ def nearest_sizes(
     requested = dict(sizes)
     chosen = dict[str, int]()
     # Schedules with virtual stages need two or more per rank, so pp is reduced for them.
-    deepest = most if most is None or sizes.vpp == 1 else most // 2 or most
+    deepest = most
+    if most is not None and sizes.vpp > 1:
+        deepest = most // 2 or most
     for axis in SPLIT_AXES:
         if axis == "pp":
             legal = None if deepest is None else range(1, deepest + 1)  # None: all sizes
@@ -124,6 +126,7 @@ def nearest_sizes(
             legal = [d for d in fitting if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
         size = requested[axis]
         # The nearest by ratio; in a tie the smaller.
-        chosen[axis] = min(legal or (), key=lambda d: (max(d / size, size / d), d), default=size)
+        candidates = legal or (size,)
+        chosen[axis] = min(candidates, key=lambda d: (max(d / size, size / d), d))
     virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
     return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)

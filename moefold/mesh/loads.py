@@ -44,8 +44,9 @@ def _fits(layers: Sequence[float], stages: int, first: float, last: float, most:
         load += weight
         if load > most or used > stages:
             return False
-    # The last stage takes no layer if others took all.
-    return first <= most and (load if used == stages else 0.0) + last <= most
+    if used < stages:
+        load = 0.0  # the last stage takes no layer, as others took all
+    return first <= most and load + last <= most
 
 
 def _even_split(
@@ -57,7 +58,9 @@ def _even_split(
     # For each number of layers in the stages so far: the sum of squares, and the splits' starts.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for stage in range(stages):
-        besides = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        besides = first if stage == 0 else 0.0
+        if stage == stages - 1:
+            besides += last
         reached = dict[int, tuple[float, tuple[int, ...]]]()
         for begin, (squares, bounds) in sorted(best.items()):
             for end in ends[begin:]:
@@ -96,7 +99,8 @@ def leveled_split(
         heavy = by_rank.index(max(by_rank))
         light = by_rank.index(min(by_rank))
         takers = [k for k, owner in enumerate(rank) if owner == light]
-        for giver in (k for k, owner in enumerate(rank) if owner == heavy and best[k]):
+        givers = [k for k, owner in enumerate(rank) if owner == heavy and best[k]]
+        for giver in givers:
             for taker in takers:
                 changed = list(best)
                 changed[giver] -= 1

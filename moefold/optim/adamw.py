@@ -143,9 +143,9 @@ class AdamWOptimizer(Optimizer):
                 "backend fused needs contiguous float32 parameters on "
                 f"{' or '.join(FUSED_DEVICES)}; set backend to auto, or change: {', '.join(unfit)}"
             )
-        self._fused = {
-            n for n, p in self.params.items() if rule.backend != "reference" and fusible(p)
-        }
+        self._fused: set[str] = set()
+        if rule.backend != "reference":
+            self._fused = {name for name, param in self.params.items() if fusible(param)}
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.low_precision: dict[
             str, tuple[Bf16Moment, Bf16Moment] | tuple[Fp8Moment, Fp8Moment]
@@ -179,9 +179,11 @@ class AdamWOptimizer(Optimizer):
             key = self.params[name].device, *self._update_key(name)
             groups[key].append(name)
         for (_, *key), group in groups.items():
-            first, second = ([self._moments[n][k] for n in group] for k in (0, 1))
-            tensors = [self.params[n] for n in group], [grads[n] for n in group], first, second
-            update(tensors, *key)
+            params = [self.params[name] for name in group]
+            group_grads = [grads[name] for name in group]
+            first = [self._moments[name][0] for name in group]
+            second = [self._moments[name][1] for name in group]
+            update((params, group_grads, first, second), *key)
         for name, moments in self.low_precision.items():
             flat = self.params[name].view(-1)
             grad = grads[name].reshape(-1)
@@ -191,7 +193,8 @@ class AdamWOptimizer(Optimizer):
                 wide = [m.read(start, stop).to(state_dtype(flat)) for m in moments]
                 tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
                 update(tensors, *key)
-                drawn = self._position(name).uniform(run.subrun(start, stop), flat.device, key[-1])
+                part = run.subrun(start, stop)
+                drawn = self._position(name).uniform(part, flat.device, key[-1])
                 for moment, values, random in zip(moments, wide, drawn, strict=True):
                     moment.write(start, stop, values, random)
         if self._groups is not None and self.group:

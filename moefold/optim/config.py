@@ -158,11 +158,12 @@ class Wsd(LrSchedule):
 def _decay_value(shape: str, final: float, step: int, steps: int) -> float:
     """Return the value after ``step`` of ``steps`` on a curve from 1 down to ``final``."""
     progress = step / steps if steps > 0 else 1.0
-    remaining = {
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "sqrt": 1 - math.sqrt(progress),
-    }[shape]
+    if shape == "cosine":
+        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    elif shape == "sqrt":
+        remaining = 1 - math.sqrt(progress)
+    else:
+        remaining = 1 - progress
     return final + (1 - final) * remaining
 
 
@@ -364,7 +365,10 @@ class AdamW(AdamWRule, Optim):
         """Return 2 for bf16 moments, or 1 plus 12 bytes per group for fp8."""
         if not self.stores_low_precision(shape):
             return wide
-        return 1 + 12 * -(-shape[-1] // self.group) / shape[-1] if self.group else 2
+        if not self.group:
+            return 2
+        groups = -(-shape[-1] // self.group)
+        return 1 + 12 * groups / shape[-1]
 
 
 @OPTIMIZER.register
@@ -411,7 +415,8 @@ class Muon(Optim):
 
     def orthogonalises(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether Muon, not ``rest``, updates the parameter."""
-        return len(shape) >= 2 and min(shape[-2:]) > 1 and not matches(name, self.rest_names)
+        is_matrix = len(shape) >= 2 and min(shape[-2:]) > 1
+        return is_matrix and not matches(name, self.rest_names)
 
     def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether Muon updates the parameter."""

@@ -48,7 +48,9 @@ class ElementRun(NamedTuple):
 
     def group_of(self, offset: int) -> int:
         """Return the index in the tensor of an element's group."""
-        return offset // self.row * -(-self.row // self.size) + offset % self.row // self.size
+        groups_per_row = -(-self.row // self.size)
+        row, column = divmod(offset, self.row)
+        return row * groups_per_row + column // self.size
 
     @property
     def groups(self) -> range:
@@ -71,16 +73,19 @@ class ElementRun(NamedTuple):
         """Yield ranges of the run of limited size that cut no group."""
         row = self.size if self.row % self.size == 0 else self.row
         step = max(1, CHUNK // row) * row
-        for start in range(self.first - self.first % row, self.end, step):
-            yield max(0, start - self.first), min(self.elements, start + step - self.first)
+        for offset in range(self.first - self.first % row, self.end, step):
+            start = offset - self.first
+            yield max(0, start), min(self.elements, start + step)
 
     def split(self, x: Tensor) -> Tensor:
         """Return the run's elements as ``[G, N]``, padded with zeros."""
         per_row = -(-self.row // self.size)
         lead = self.first % self.row
         rows = -(-(lead + self.elements) // self.row)
-        x = F.pad(x, (lead, rows * self.row - lead - self.elements)).view(rows, self.row)
-        x = F.pad(x, (0, per_row * self.size - self.row)).view(-1, self.size)
+        trail = rows * self.row - lead - self.elements
+        x = F.pad(x, (lead, trail)).view(rows, self.row)
+        missing = per_row * self.size - self.row
+        x = F.pad(x, (0, missing)).view(-1, self.size)
         start = lead // self.size
         return x[start : start + len(self.groups)]
 
@@ -90,8 +95,10 @@ class ElementRun(NamedTuple):
         lead = self.first % self.row
         rows = -(-(lead + self.elements) // self.row)
         start = lead // self.size
-        x_GN = F.pad(x_GN, (0, 0, start, rows * per_row - start - len(x_GN)))
-        return x_GN.view(rows, -1)[:, : self.row].flatten()[lead : lead + self.elements]
+        after = rows * per_row - start - len(x_GN)
+        x_GN = F.pad(x_GN, (0, 0, start, after))
+        elements = x_GN.view(rows, -1)[:, : self.row].flatten()
+        return elements[lead : lead + self.elements]
 
 
 class MomentPosition(NamedTuple):
@@ -119,12 +126,15 @@ class MomentPosition(NamedTuple):
         They depend only on seed, name, step and each element's global position. One 64-bit mix
         yields them: Philox in plain operations would take several times as long as the update.
         """
-        row_N = torch.arange(run.first // run.row, -(-run.end // run.row), device=device)
+        first_row = run.first // run.row
+        end_row = -(-run.end // run.row)
+        row_N = torch.arange(first_row, end_row, device=device)
         place_N = torch.zeros_like(row_N)
         stride = self.shape[-1]
         for (start, stop), size in zip(self.box[-2::-1], self.shape[-2::-1], strict=True):
-            place_N += (row_N % (stop - start) + start) * stride
-            row_N = row_N // (stop - start)
+            length = stop - start
+            place_N += (row_N % length + start) * stride
+            row_N = row_N // length
             stride = stride * size
         lead = run.first % run.row
         columns = torch.arange(*self.box[-1], device=device)
@@ -132,8 +142,9 @@ class MomentPosition(NamedTuple):
             columns = columns[lead : lead + run.elements]
             lead = 0
         offset = (place_N[:, None] + columns).flatten()[lead : lead + run.elements]
-        digest = sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()[:8]
-        mixed = offset.mul_(GAMMA).add_(int.from_bytes(digest, "little", signed=True))
+        digest = sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()
+        key = int.from_bytes(digest[:8], "little", signed=True)
+        mixed = offset.mul_(GAMMA).add_(key)
         for shift, factor in MIXERS:
             # The shift is arithmetic: mask the copies of the sign bit.
             high = (mixed >> shift).bitwise_and_((1 << 64 - shift) - 1)
@@ -172,8 +183,9 @@ class Bf16Moment:
     def write(self, start: int, stop: int, values: Tensor, drawn: Tensor) -> None:
         """Store new values, rounded stochastically with the random numbers ``drawn``."""
         wide = values.float()
-        added = drawn.mul(1 << 16).int().add_(wide.view(torch.int32)).bitwise_and_(-(1 << 16))
-        self.values.view(-1)[start:stop] = torch.where(wide.isnan(), wide, added.view(wide.dtype))
+        added = drawn.mul(1 << 16).int().add_(wide.view(torch.int32))
+        rounded = added.bitwise_and_(-(1 << 16)).view(wide.dtype)
+        self.values.view(-1)[start:stop] = torch.where(wide.isnan(), wide, rounded)
 
 
 class Fp8Moment:
@@ -218,12 +230,14 @@ class Fp8Moment:
         self.factors_G3[group - self.run.groups[0]] = factors_13[0]
         run = self.run
         per_row = -(-self.run.row // self.run.size)
-        first = group // per_row * run.row + group % per_row * run.size
-        last = min(first + run.size, (group // per_row + 1) * run.row)
+        row, place = divmod(group, per_row)
+        first = row * run.row + place * run.size
+        last = min(first + run.size, (row + 1) * run.row)
         start = max(first, run.first)
         stop = min(last, run.end)
         codes_N = encode(ends_2N[:1], factors_13, ends_2N[1:]).view(torch.uint8)[0]
-        self._bytes[start - run.first : stop - run.first] = codes_N[start - first : stop - first]
+        own_codes = codes_N[start - first : stop - first]
+        self._bytes[start - run.first : stop - run.first] = own_codes
 
     @property
     def _bytes(self) -> Tensor:

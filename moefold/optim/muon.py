@@ -60,11 +60,11 @@ def orthogonalise(x_Nmn: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 def update_scale(rule: str, rows: int, cols: int) -> float:
     """Return the factor on an orthogonal ``[rows, cols]`` update by the rule ``Muon.scale``."""
-    return {
-        "match_rms": 0.2 * math.sqrt(max(rows, cols)),
-        "shape": math.sqrt(max(1.0, rows / cols)),
-        "none": 1.0,
-    }[rule]
+    if rule == "match_rms":
+        return 0.2 * math.sqrt(max(rows, cols))
+    if rule == "shape":
+        return math.sqrt(max(1.0, rows / cols))
+    return 1.0
 
 
 def choose_arithmetic(
@@ -97,7 +97,8 @@ def batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of views ``[N, m, n]``, of one shape and at most ``BATCH_BYTES`` in total."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for matrix in matrices:
-        by_shape[matrix.shape[-2:]].append(matrix.view(-1, *matrix.shape[-2:]))
+        shape = matrix.shape[-2:]
+        by_shape[shape].append(matrix.view(-1, *shape))
     for shape, stacks in by_shape.items():
         limit = BATCH_BYTES.get(stacks[0].device.type, DEFAULT_BATCH_BYTES)
         most = max(1, limit // (2 * shape.numel()))
@@ -121,7 +122,8 @@ class MuonOptimizer(Optimizer):
     ) -> None:
         super().__init__(params)
         self.rule = rule
-        self._wholes = wholes or LocalMatrices({n: tuple(p.shape) for n, p in params.items()})
+        local_shapes = {name: tuple(param.shape) for name, param in params.items()}
+        self._wholes = wholes or LocalMatrices(local_shapes)
         shapes = self._wholes.shapes
         self._matrices = {n: p for n, p in self.params.items() if rule.orthogonalises(n, shapes[n])}
         rest = {n: p for n, p in self.params.items() if n not in self._matrices}
@@ -130,11 +132,10 @@ class MuonOptimizer(Optimizer):
             name: update_settings(rule.groups, name, rule.lr, rule.weight_decay)
             for name in self._matrices
         }
-        self._momenta = {
-            name: self._add_state(name, what, zeros_for(p))
-            for name, p in self._matrices.items()
-            for what in rule.state_names(name, shapes[name])
-        }
+        self._momenta: dict[str, Tensor] = {}
+        for name, param in self._matrices.items():
+            for what in rule.state_names(name, shapes[name]):
+                self._momenta[name] = self._add_state(name, what, zeros_for(param))
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
@@ -180,11 +181,12 @@ class MuonOptimizer(Optimizer):
     def describe(self) -> dict[str, str]:
         """Return a description of how both updates are computed."""
         shapes = self._wholes.shapes
+        setting = self.rule.arithmetic
         types = {
-            str(choose_arithmetic(self.rule.arithmetic, momentum, shapes[name]))
+            choose_arithmetic(setting, momentum, shapes[name])
             for name, momentum in self._momenta.items()
         }
-        dtypes = " and ".join(sorted(types)).replace("torch.", "")
+        dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
         owner = "local" if isinstance(self._wholes, LocalMatrices) else "gathered"
         text = f"{len(self._matrices)} parameters"
         text += f", Newton-Schulz of {owner} matrices in {dtypes}" if dtypes else ""

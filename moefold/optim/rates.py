@@ -48,7 +48,8 @@ class RatePhase:
             return _fall(schedule, done, steps, self.start)
         warmup = self._rewarm_steps(schedule)
         if done < warmup:
-            return self.start + (1 - self.start) * (done + 1) / (warmup + 1)
+            missing = 1 - self.start
+            return self.start + missing * (done + 1) / (warmup + 1)
         return schedule.resolved(warmup, steps).factor(done, steps)
 
     def warmup_end(self, schedule: LrSchedule) -> int:
@@ -117,11 +118,12 @@ def describe_rate(phases: Sequence[RatePhase], schedule: LrSchedule, step: int, 
     """Return the rate of the next step, and the phase that it belongs to, for a banner."""
     phase = next(phase for phase in reversed(phases) if phase.first <= step)
     kind = getattr(schedule, "kind", type(schedule).__name__)
-    text = f"{lr * phase.factor(schedule, step):.3g} at step {step + 1:,}"
+    rate = lr * phase.factor(schedule, step)
+    text = f"{rate:.3g} at step {step + 1:,}"
     if phase.kind == SCHEDULE:
         return f"{text} ({kind} over {phase.end:,} steps, peak {lr:.3g})"
-    since = f"train.extend: {phase.kind} from step {phase.first + 1:,} to {phase.end:,}"
-    return f"{text} ({since}, peak {lr:.3g})"
+    steps = f"from step {phase.first + 1:,} to {phase.end:,}"
+    return f"{text} (train.extend: {phase.kind} {steps}, peak {lr:.3g})"
 
 
 def _fall(schedule: LrSchedule, step: int, steps: int, start: float) -> float:

@@ -113,7 +113,7 @@ PLANTS = (
         "a second warm-up starts from zero",
         RATES + "an_extended_run_follows_the_stated_rule",
         PHASES,
-        "return self.start + (1 - self.start) * (done + 1) / (warmup + 1)",
+        "return self.start + missing * (done + 1) / (warmup + 1)",
         "return (done + 1) / (warmup + 1)",
     ),
     Plant(

@@ -42,8 +42,8 @@ PLANTS = (
         "bytes of scales are numbers",
         SCALES,
         "convert/importer.py",
-        "    scales = scales.view(E8M0) if scales.dtype == torch.uint8 else scales\n",
-        "",
+        "        scales = scales.view(E8M0)\n    grid",
+        "        pass\n    grid",
     ),
     Plant(
         "scales of rows are those of blocks of one row",

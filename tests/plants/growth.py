@@ -20,8 +20,8 @@ PLANTS = (
         "shards of a copy stand beside one another, their router's rows do not",
         UPCYCLED,
         "convert/growth.py",
-        "for g in range(shards) for c in range(copies)]",
-        "for c in range(copies) for g in range(shards)]",
+        "for shard in range(shards) for copy in range(copies)]",
+        "for copy in range(copies) for shard in range(shards)]",
     ),
     Plant(
         "a shard's output counts once",

@@ -24,8 +24,8 @@ PLANTS = (
         "whether layers fit is asked without the weight of the last stage",
         STAGES + "test_the_lightest_split_is_exact",
         "mesh/loads.py",
-        "else 0.0) + last <= most",
-        "else 0.0) <= most",
+        "return first <= most and load + last <= most",
+        "return first <= most and load <= most",
     ),
     Plant(
         "a plan splits layers evenly where training weighs them",

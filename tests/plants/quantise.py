@@ -433,8 +433,8 @@ PLANTS = (
         "tests/cpu/test_optim_moments.py::"
         "test_what_is_drawn_for_an_element_is_the_same_wherever_it_is",
         "optim/moments.py",
-        "place_N += (row_N % (stop - start) + start) * stride",
-        "place_N += row_N % (stop - start) * stride",
+        "place_N += (row_N % length + start) * stride",
+        "place_N += row_N % length * stride",
     ),
     Plant(
         "ranks ask nobody for the extremes of cut groups",

@@ -69,8 +69,8 @@ PLANTS = (
         "momenta start anew after loading",
         f"tests/cpu/test_optim_muon.py::{STATE}",
         "optim/muon.py",
-        "name: self._add_state(name, what, zeros_for(p))",
-        "name: zeros_for(p)",
+        "self._momenta[name] = self._add_state(name, what, zeros_for(param))",
+        "self._momenta[name] = zeros_for(param)",
     ),
     Plant(
         "the order hangs on the size of a micro-batch",
