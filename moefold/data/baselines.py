@@ -13,7 +13,7 @@ the training split (Laplace's rule), and predicts every byte of the held-out tex
 """
 
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -51,15 +51,11 @@ def compute_baselines(prepared: PreparedData) -> dict[str, float]:
     held_out = list(_sample_documents(prepared.valid[0].corpus, _TEXT_BYTES))
     tokens_per_part = max(_TRAIN_TOKENS // max(len(prepared.train), 1), 1)
     train = [ids for p in prepared.train for ids in _sample_documents(p.corpus, tokens_per_part)]
-    held_out_text, train_text = (
-        [b"".join(map(token_bytes.__getitem__, ids.tolist())) for ids in documents]
-        for documents in (held_out, train)
-    )
+    held_out_text = [_text(ids, token_bytes) for ids in held_out]
+    train_text = [_text(ids, token_bytes) for ids in train]
     n_bytes = sum(map(len, held_out_text)) * prepared.valid[0].byte_ratio  # of the text itself
-    held_out_bytes, train_bytes = (
-        [np.frombuffer(text, np.uint8).astype(np.int64) for text in texts]
-        for texts in (held_out_text, train_text)
-    )
+    held_out_bytes = [np.frombuffer(text, np.uint8).astype(np.int64) for text in held_out_text]
+    train_bytes = [np.frombuffer(text, np.uint8).astype(np.int64) for text in train_text]
     packed = lzma.compress(b"".join(held_out_text), preset=9 | lzma.PRESET_EXTREME)
     bits = {
         "bigram": _bits(_ngrams(train, 1, size), _ngrams(held_out, 1, size), size),
@@ -77,6 +73,11 @@ def _sample_documents(corpus: Corpus, tokens: int) -> Iterator[np.ndarray]:
         chosen = max(corpus.n_documents * tokens // corpus.n_tokens, 1)
     for i in evenly_spaced(corpus.n_documents, chosen):
         yield corpus.document(i)
+
+
+def _text(ids: np.ndarray, token_bytes: Sequence[bytes]) -> bytes:
+    """Return the bytes of a document's tokens."""
+    return b"".join(map(token_bytes.__getitem__, ids.tolist()))
 
 
 def _ngrams(documents: list[np.ndarray], order: int, vocab: int) -> Pairs:

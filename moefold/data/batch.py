@@ -107,13 +107,10 @@ class MicroBatch:
         """Return the rows in ``ranges``, ascending to keep valid rows first; host tensors only."""
         rows_T = torch.cat([torch.arange(p.start, p.stop) for p in ranges])
         picked = {name: getattr(self, name)[rows_T] for name in ROW_TENSORS}
-        return replace(
-            self,
-            **picked,
-            row_T=self.full_row_T[rows_T],
-            n_valid=sum(len(range(p.start, min(p.stop, self.n_valid))) for p in ranges),
-            n_labels=int((picked["labels_T"] != IGNORE_INDEX).sum()),
-        )
+        row_T = self.full_row_T[rows_T]
+        n_valid = sum(len(range(p.start, min(p.stop, self.n_valid))) for p in ranges)
+        n_labels = int((picked["labels_T"] != IGNORE_INDEX).sum())
+        return replace(self, **picked, row_T=row_T, n_valid=n_valid, n_labels=n_labels)
 
     def shift(self, by: int) -> "MicroBatch":
         """Return the full micro-batch with ids and labels of ``by`` tokens later.

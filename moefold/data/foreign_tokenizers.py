@@ -201,12 +201,13 @@ def _no_tokenizer(file: Path) -> DataError:
 def _bpe(proto: Any, pieces: Sequence[Any]) -> dict[str, Any]:
     """Return the model of a SentencePiece BPE: a merge per way to make a piece of two others."""
     scores = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
-    merges = [
-        (-score, at, piece[:at], piece[at:])
-        for piece, score in scores.items()
-        for at in range(1, len(piece))
-        if piece[:at] in scores and piece[at:] in scores
-    ]
+    merges = []
+    for piece, score in scores.items():
+        for at in range(1, len(piece)):
+            left = piece[:at]
+            right = piece[at:]
+            if left in scores and right in scores:
+                merges.append((-score, at, left, right))
     return {
         "type": "BPE",
         "vocab": {piece.piece: i for i, piece in enumerate(pieces)},
@@ -338,7 +339,8 @@ def _from_tekken(file: Path) -> tuple[dict[str, Any], Callable[[str], list[int]]
         raise DataError(f"{file}: {error!r}: config, vocab or special_tokens is damaged") from error
     inner = [(token, rank) for token, rank in entries if rank < size - n_special]
     ranks = dict(inner)
-    if len(ranks) != len(inner) or len(set(ranks.values())) != len(inner):
+    different_ranks = set(ranks.values())
+    if len(ranks) != len(inner) or len(different_ranks) != len(inner):
         raise DataError(f"{file}: vocab has a token or a rank twice; get a new copy")
     if max(special.values(), default=-1) >= n_special:
         raise DataError(f"{file}: special_tokens has ranks from {n_special} on; get a new copy")
@@ -363,12 +365,13 @@ def _from_ranks(
     def spelt(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    merges = [
-        (rank, ranks[token[:at]], token[:at], token[at:])
-        for token, rank in ranks.items()
-        for at in range(1, len(token))
-        if token[:at] in ranks and token[at:] in ranks
-    ]
+    merges = []
+    for token, rank in ranks.items():
+        for at in range(1, len(token)):
+            left = token[:at]
+            right = token[at:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], left, right))
     model = {
         "type": "BPE",
         "vocab": {spelt(token): rank + first for token, rank in ranks.items()},

@@ -116,7 +116,9 @@ class IndexWriter:
     def add(self, ids_N: np.ndarray | Sequence[int], name: str = "") -> None:
         """Append a document of N >= 1 token ids; ``name`` is for error messages."""
         ids = np.asarray(ids_N)
-        what = f"{self.bin}: document {len(self.lengths)}" + (f" ({name})" if name else "")
+        what = f"{self.bin}: document {len(self.lengths)}"
+        if name:
+            what += f" ({name})"
         if ids.size == 0:
             raise DataError(f"{what} has no tokens; leave it out")
         check_ids(ids, self.vocab, what)
@@ -239,9 +241,8 @@ class IndexedDataset:
         n = len(lengths)
         end = 0
         for at in range(0, n, _CHUNK):
-            end = self._check_sequences(
-                at, lengths[at : at + _CHUNK], offsets[at : at + _CHUNK], end
-            )
+            part = slice(at, at + _CHUNK)
+            end = self._check_sequences(at, lengths[part], offsets[part], end)
         if size % item:
             text = f"is not a multiple of {item}, the bytes of a token; the file is damaged"
             self._fail("end of file", size, text, self.bin)
@@ -337,7 +338,8 @@ class IndexedDataset:
 def check_ids(ids_N: np.ndarray, vocab: int, what: str, first: int = 0) -> None:
     """Raise ``DataError`` for an id outside ``[0, vocab)``; positions count from ``first``."""
     if len(ids_N) and (ids_N.min() < 0 or ids_N.max() >= vocab):
-        i = int(np.flatnonzero((ids_N < 0) | (ids_N >= vocab))[0])
+        wrong_N = (ids_N < 0) | (ids_N >= vocab)
+        i = int(np.flatnonzero(wrong_N)[0])
         raise DataError(
             f"{what}, position {first + i}: token id {int(ids_N[i])} is not in [0, {vocab}); "
             "the tokens were made with another tokenizer, or the file is damaged"
@@ -462,7 +464,8 @@ class Corpus:
             more = 1 if start + taken < end else 0
             ids = self.dataset.read(base, base + taken + more)
             check_ids(ids, self.vocab, f"{self.dataset.bin}: document {number}", start - first)
-            yield DocumentPiece(number, start - first, ids[:taken], int(ids[-1]) if more else None)
+            following = int(ids[-1]) if more else None
+            yield DocumentPiece(number, start - first, ids[:taken], following)
             rows -= taken
             d = (d + 1) % self.n_documents
             start = int(self._starts_1[d])

@@ -200,7 +200,8 @@ class Loader:
         for i in range(first, first + self.micro_batch):
             source, n = self._mixture.pick(number + i)
             sequences.append((self._parts[source], self._sequences[source].train_sequence(n)))
-        padding = self.sizes.size(step) * self.seq + j * (self.rows - self.micro_batch * self.seq)
+        padding_rows = self.rows - self.micro_batch * self.seq
+        padding = self.sizes.size(step) * self.seq + j * padding_rows
         return self._build(sequences, first * self.seq, padding)
 
     def evaluation(self, name: str | None = None, limit: int | None = None) -> Iterator[MicroBatch]:
@@ -240,7 +241,9 @@ class Loader:
 
     def _pad_to_equal(self, batches: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Append padding until this rank has as many of the ``count`` micro-batches as others."""
-        return islice(chain(batches, repeat(pack([], rows=self.rows))), -(-count // self._ranks))
+        per_rank = -(-count // self._ranks)
+        padding = repeat(pack([], rows=self.rows))
+        return islice(chain(batches, padding), per_rank)
 
     def _build(
         self,
@@ -270,7 +273,8 @@ class Loader:
                 origins.append(SegmentOrigin(part.name, piece.document, piece.start))
                 n_bytes += part.byte_ratio * int(n_bytes_V[shifted[shifted >= 0]].sum())
         inside = len(sequences) * self.seq
-        numbers = np.arange(first, first + inside), np.arange(padding, padding + self.rows - inside)
+        end = padding + self.rows - inside
+        numbers = np.arange(first, first + inside), np.arange(padding, end)
         return assemble(
             np.concatenate(ids),
             np.concatenate(labels),

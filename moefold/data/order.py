@@ -48,9 +48,11 @@ def permuted_index(position: int, n: int, key: int) -> int:
         left, right = divmod(position, b)
         for round_number in range(_ROUNDS):
             if round_number % 2:
-                right = (right + _splitmix64(key ^ _splitmix64(left * _ROUNDS + round_number))) % b
+                drawn = _splitmix64(key ^ _splitmix64(left * _ROUNDS + round_number))
+                right = (right + drawn) % b
             else:
-                left = (left + _splitmix64(key ^ _splitmix64(right * _ROUNDS + round_number))) % a
+                drawn = _splitmix64(key ^ _splitmix64(right * _ROUNDS + round_number))
+                left = (left + drawn) % a
         position = left * b + right
         if position < n:
             return position
@@ -216,4 +218,6 @@ def epoch_key(seed: int, name: str, epoch: int) -> int:
 
 def evenly_spaced(n: int, count: int) -> Sequence[int]:
     """Return ``count`` evenly spaced numbers of ``range(n)``, or all if n is smaller."""
-    return range(n) if count >= n else [i * n // count for i in range(count)]
+    if count >= n:
+        return range(n)
+    return [i * n // count for i in range(count)]

@@ -133,7 +133,8 @@ class ChunkedSequences(TrainSequences):
         left = self._begun.rows - self.tokens_given
 
         def until(n: int) -> int:
-            return min(n * self.seq, left) + max(n - self.n_left, 0) * self.seq
+            next_epochs = max(n - self.n_left, 0) * self.seq
+            return min(n * self.seq, left) + next_epochs
 
         return until(end) - until(first)
 

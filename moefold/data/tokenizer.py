@@ -176,7 +176,9 @@ class Tokenizer:
     def _missing_tail(self, ids_N: np.ndarray) -> tuple[int, ...]:
         """Return the ids to add after a text, unless it ends with them."""
         n = len(self.tail)
-        return () if n and tuple(ids_N[-n:].tolist()) == self.tail else self.tail
+        if n and tuple(ids_N[-n:].tolist()) == self.tail:
+            return ()
+        return self.tail
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return int64 [N] ids of each document: a text as by :meth:`encode_texts`, then end."""
@@ -301,8 +303,10 @@ class Tokenizer:
         """SHA-256 of the tokenizer's content, independent of the formatting of its file."""
         parts = json.loads(self.text) | {"post_processor": None}
         content = json.dumps(parts, sort_keys=True, ensure_ascii=True)
-        more = f"\0{self.head}\0{self.tail}" if len(self.head) > 1 or self.tail else ""
-        return sha256(f"{content}\0{self.start!r}\0{self.end!r}{more}".encode()).hexdigest()
+        facts = f"{content}\0{self.start!r}\0{self.end!r}"
+        if len(self.head) > 1 or self.tail:
+            facts += f"\0{self.head}\0{self.tail}"
+        return sha256(facts.encode()).hexdigest()
 
     def first_difference(self, other: "Tokenizer") -> tuple[int, str | None, str | None] | None:
         """Return the lowest id whose token differs in ``other``, and both tokens."""

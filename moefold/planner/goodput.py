@@ -144,7 +144,8 @@ def scaling_curve(
     while devices <= MAX_DEVICES:
         data_ranks = devices // (sizes.tp * sizes.cp * sizes.pp)
         multiple = data_ranks * case.micro_batch
-        scaled = max(1, round(task.batch * devices / task.cluster.devices / multiple)) * multiple
+        proportional = task.batch * devices / task.cluster.devices
+        scaled = max(1, round(proportional / multiple)) * multiple
         batch = task.batch if kind == "strong" else scaled
         scaled_task = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
         # No point where a data rank has too few micro-batches for the layout or the schedule.

@@ -397,9 +397,10 @@ def require_recipe(device: Device, recipe: str) -> None:
     """
     if device.cpu or recipe in device.recipes:
         return
+    nearest = nearest_recipe(device, recipe)
     raise ValueError(
-        f"precision {recipe}: {device.name} has no units for such products; nearest: "
-        f"{nearest_recipe(device, recipe)} (it has {', '.join(device.recipes)})"
+        f"precision {recipe}: {device.name} has no units for such products; nearest: {nearest} "
+        f"(it has {', '.join(device.recipes)})"
     )
 
 
@@ -450,23 +451,26 @@ def _described(sheet: DeviceSheet) -> Device:
     peaks: tuple[tuple[Format, float], ...] = tuple(
         (form, rate * 1e12) for form, rate in stated.items() if rate is not None
     )
-    links = sheet.links
-    return Device(
+    device = Device(
         sheet.name,
         peaks,
         round(sheet.memory_gb * 1e9),
         sheet.memory_gb_s * 1e9,
-        link_bandwidth=0.0 if links is None else links.gb_s * 1e9,
+        link_bandwidth=0.0,
         nic_bandwidth=(sheet.network_gb_s or 0.0) * 1e9,
-        domain=1 if links is None else links.node,
+        domain=1,
         host_bandwidth=(sheet.host_gb_s or 0.0) * 1e9,
         watts=sheet.watts or 0.0,
         nominal_gb=sheet.memory_gb,
-        links="switch" if links is None else links.kind,
+        links="switch",
         host=sheet.host,
         block_scales=sheet.block_scales,
         curves=sheet.curves,
     )
+    if (links := sheet.links) is None:
+        return device
+    link_rate = links.gb_s * 1e9
+    return replace(device, link_bandwidth=link_rate, domain=links.node, links=links.kind)
 
 
 def with_memory(device: Device, memory_bytes: int) -> Device:
@@ -555,11 +559,9 @@ class Machine:
                 values |= {f"rates.{recipe}.{name}": rate for name, rate in rates}
             # Work is divided by all rates but seconds and sizes.
             divisors = {name for name in values if not name.endswith(("_s", "half"))}
-            invalid = [
-                name
-                for name, value in values.items()
-                if not 0 <= value < math.inf or (name in divisors and not value)
-            ]
+            outside = {name for name, value in values.items() if not 0 <= value < math.inf}
+            zeros = {name for name in divisors if not values[name]}
+            invalid = [name for name in values if name in outside | zeros]
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             text = f"{file} is not a valid machine file: run `moefold bench` again"
             raise ValueError(text) from None

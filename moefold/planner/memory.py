@@ -136,15 +136,17 @@ class StageMemory:
     def parts(self) -> dict[str, float]:
         """``total`` by part."""
         peak = self.peak_action
-        return {
+        parts = {
             **self.state.on_device,
             "gradients": peak.gradients,
             "activations": peak.activations,
-            **({"operands": peak.operands} if any(a.operands for a in self.actions) else {}),
-            "working": peak.temporaries,
-            "fragments": self.peak_allocated * self.fragmentation,
-            "software": self.overheads,
         }
+        if any(action.operands for action in self.actions):
+            parts["operands"] = peak.operands
+        parts["working"] = peak.temporaries
+        parts["fragments"] = self.peak_allocated * self.fragmentation
+        parts["software"] = self.overheads
+        return parts
 
 
 def estimate_memory(case: Case) -> tuple[StageMemory, ...]:
@@ -155,10 +157,11 @@ def estimate_memory(case: Case) -> tuple[StageMemory, ...]:
 def _rank_memory(case: Case, rank: int) -> StageMemory:
     stage = stage_bytes(case, rank)
     line = case.table.lines[rank]
-    actions = [
-        ActionMemory(str(step), *stage.needed_during(running), *stage.offloaded_during(running))
-        for step, running in zip(line, running_actions(line, case.sizes.vpp), strict=True)
-    ]
+    actions = []
+    for step, running in zip(line, running_actions(line, case.sizes.vpp), strict=True):
+        needed = stage.needed_during(running)
+        offloaded = stage.offloaded_during(running)
+        actions.append(ActionMemory(str(step), *needed, *offloaded))
     actions.append(ActionMemory("step", 0.0, 0.0, stage.state_update, stage.state.gradients))
     fragmentation = software_overheads(case.cluster.device).fragmentation
     tier = "disk" if case.state.at == "disk" else "host"
@@ -343,11 +346,12 @@ def offload_order(case: Case, rank: int) -> list[tuple[int, ...]]:
 
 def layer_order(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers by chunk, without multi-token prediction layers."""
-    order = distinct_blocks(case.decoder)[1]
-    return [
-        tuple(order[part.index] for part in chunk if part.kind == "layer")
-        for chunk in case.contents.parts[rank]
-    ]
+    kinds = distinct_blocks(case.decoder)[1]
+    order = []
+    for chunk in case.contents.parts[rank]:
+        layers = [part.index for part in chunk if part.kind == "layer"]
+        order.append(tuple(kinds[index] for index in layers))
+    return order
 
 
 def rank_pages(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:

@@ -42,13 +42,16 @@ def static_bytes(
     if routing is None or shape.ep * shape.etp == 1:
         return StaticBytes((forwards + 1) * losses, 0.0, True)
     sent = (SavedKind.RESIDUAL, SavedKind.NORM_OUTPUT)
-    saved = sum(
-        tensor.bytes
+    exchanged = [
+        tensor
         for tensor in saved_tensors(block, shape)
         if (tensor.sublayer == "ffn" and tensor.kind in sent)
         or (fixed and tensor.kind is SavedKind.RECEIVED)
-        if tensor.saved and tensor.is_saved_under(recompute)
-        if not (paged and tensor.rows)
+    ]
+    saved = sum(
+        tensor.bytes
+        for tensor in exchanged
+        if tensor.saved and tensor.is_saved_under(recompute) and not (paged and tensor.rows)
     )
     copies = shape.rows * routing.top_k
     width = routing.width or shape.hidden

@@ -63,11 +63,12 @@ class StateBytes:
     @property
     def on_device(self) -> dict[str, float]:
         """Bytes on the device by part."""
-        return {
-            name: size
-            for name, size in vars(self).items()
-            if not name.startswith("offloaded_") and (size or name not in ("pages", "graphs"))
+        sizes = {
+            name: size for name, size in vars(self).items() if not name.startswith("offloaded_")
         }
+        # Most runs have neither pages nor graphs.
+        absent = [name for name in ("pages", "graphs") if not sizes[name]]
+        return {name: size for name, size in sizes.items() if name not in absent}
 
     @property
     def offloaded(self) -> float:
@@ -155,13 +156,15 @@ class StateSharding(NamedTuple):
             copy = copy * resident + (read or master_bytes) * offloaded
         moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
         moments *= numbers.optimizer.moment_bytes(weight.shape, numbers.moment_bytes)
+        master = elements[1] * master_bytes
+        moment = elements[1] * moments
         return StateBytes(
             weights=elements[3] * (copy + codes) + history,
             gradients=elements[2] * numbers.gradient_bytes,
-            master=elements[1] * master_bytes * resident,
-            moments=elements[1] * moments * resident,
-            offloaded_master=elements[1] * master_bytes * offloaded,
-            offloaded_moments=elements[1] * moments * offloaded,
+            master=master * resident,
+            moments=moment * resident,
+            offloaded_master=master * offloaded,
+            offloaded_moments=moment * offloaded,
         )
 
     def _code_bytes(self, weight: Weight, local: float) -> float:

@@ -92,5 +92,6 @@ def _candidates(schedule: Schedule, p: int, v: int, m: int) -> Candidates:
             if not any(other.dominates(action) for other in group):
                 group[:] = [other for other in group if not action.dominates(other)] + [action]
         candidates = chain.from_iterable(by_passes.values())
-        ranks.append(tuple(sorted(candidates, key=lambda a: -sum(a.saved + a.deferred))))
+        most_passes_first = sorted(candidates, key=lambda a: -sum(a.saved + a.deferred))
+        ranks.append(tuple(most_passes_first))
     return tuple(ranks)

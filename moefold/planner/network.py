@@ -50,7 +50,8 @@ def even_domains(cluster: Cluster, size: int, stride: int) -> int:
 def listed_reach(cluster: Cluster, ranks: Sequence[int]) -> GroupReach:
     """Return the distribution of a group of unequally spaced ranks, by the first rank's domain."""
     domain = _domain_size(cluster)
-    return GroupReach(len(ranks), sum(rank // domain == ranks[0] // domain for rank in ranks))
+    first = ranks[0] // domain
+    return GroupReach(len(ranks), sum(rank // domain == first for rank in ranks))
 
 
 def _domain_size(cluster: Cluster) -> int:

@@ -129,12 +129,9 @@ def _attention_pattern(name: str, entry: dict[str, Any]) -> list[Record]:
 def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
     """Return the MoE feed-forward."""
     grouped = "8 groups, top-4" in entry.get("router", "")
-    router = Router(
-        experts=entry["experts"],
-        top_k=entry["topk"],
-        renormalise=entry["topk"] > 1,
-        groups=Groups(count=8, keep=4) if grouped else None,
-    )
+    top_k = entry["topk"]
+    groups = Groups(count=8, keep=4) if grouped else None
+    router = Router(experts=entry["experts"], top_k=top_k, renormalise=top_k > 1, groups=groups)
     shared = Shared(width=entry["shared_ffn"]) if entry.get("shared_experts") else None
     if entry.get("gated_mlp", True):
         record = BiasedMoe if biased else Moe
@@ -151,8 +148,8 @@ def _hybrid_blocks(entry: dict[str, Any]) -> list[Block]:
     letters = entry["hybrid_pattern"]
     moe = _moe(entry)
     no_layer = AbsentLayer()
-    return [
-        make_block(mixers[letter], moe if after == "E" else no_layer)
-        for letter, after in zip(letters, letters[1:] + "-", strict=True)
-        if letter != "E"
-    ]
+    blocks = []
+    for letter, after in zip(letters, letters[1:] + "-", strict=True):
+        if letter != "E":  # which belongs to the mixer before it
+            blocks.append(make_block(mixers[letter], moe if after == "E" else no_layer))
+    return blocks

@@ -89,7 +89,11 @@ class SearchSpace:
     def recompute_offload_pairs(self) -> tuple[tuple[Modules, Modules], ...]:
         """Pairs of recompute and offload in which no module is both."""
         pairs = product(self.recomputes, self.offloads)
-        return tuple((a, o) for a, o in pairs if not (a & o or (o and "block" in a)))
+        return tuple(
+            (again, away)
+            for again, away in pairs
+            if not again & away and not (away and "block" in again)
+        )
 
 
 def full_space(task: TrainingTask) -> SearchSpace:
@@ -213,7 +217,8 @@ class Foldings:
     def attention_grids(self) -> tuple[tuple[int, int], ...]:
         """All legal (tp, cp) with a row of a sequence for each of their ranks."""
         pairs = product(self.tp, self.cp)
-        return tuple((t, c) for t, c in pairs if self.world % (t * c) == 0 and t * c <= self.seq)
+        legal = [(tp, cp) for tp, cp in pairs if self.world % (tp * cp) == 0]
+        return tuple((tp, cp) for tp, cp in legal if tp * cp <= self.seq)
 
     def expert_grids(self, tp: int, cp: int) -> list[tuple[int, int]]:
         """Return every (ep, etp) that is legal with a (tp, cp)."""
@@ -231,4 +236,5 @@ def with_separate_multi_token(stages: Stages) -> Stages | None:
     *letters, last = stages.letters
     if "m" not in last or not letters or any(letter in last for letter in LAYERS):
         return None
-    return Stages((*letters[:-1], letters[-1] + last.replace("L", ""), "L"))
+    *before, receiver = letters
+    return Stages((*before, receiver + last.replace("L", ""), "L"))

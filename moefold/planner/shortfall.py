@@ -82,13 +82,9 @@ def find_shortfall(task: TrainingTask) -> Shortfall:
             )
     if least is not None:
         tries.first_fit(more_devices(task, least))
-    return Shortfall(
-        least,
-        memory_limit(task),
-        largest_parts(least.case) if least else (),
-        tuple(tries.remedies),
-        tuple(tries.changes),
-    )
+    parts = largest_parts(least.case) if least else ()
+    remedies = tuple(tries.remedies)
+    return Shortfall(least, memory_limit(task), parts, remedies, tuple(tries.changes))
 
 
 def _spaces(task: TrainingTask) -> Iterator[SearchSpace]:
@@ -145,10 +141,8 @@ def more_devices(task: TrainingTask, least: FoundLayout) -> Iterator[tuple[str, 
         devices = cluster.devices * 2**power
         if devices <= MAX_RANKS:
             more = replace(cluster, devices=devices)
-            yield (
-                f"{devices:,} {cluster.device.name} (not {cluster.devices:,})",
-                replace(task, cluster=more),
-            )
+            change = f"{devices:,} {cluster.device.name} (not {cluster.devices:,})"
+            yield change, replace(task, cluster=more)
 
 
 # ----------------------------------------------------------------------------- parts

@@ -362,8 +362,9 @@ def newton_schulz_flops(decoder: Decoder, optimizer: Record) -> int:
     total = 0
     for weight in model_weights(decoder):
         if optimizer.orthogonalises(weight.name, weight.shape):
-            short, long = sorted(weight.shape[-2:])
-            total += prod(weight.shape[:-2]) * (2 * short * short * long + short**3)
+            *stack, rows, columns = weight.shape
+            short, long = sorted((rows, columns))
+            total += prod(stack) * (2 * short * short * long + short**3)
     return 2 * optimizer.ns_steps * total
 
 
@@ -382,8 +383,10 @@ def newton_schulz_seconds(case: Case, stage: int, rates: Rates) -> float:
             if weight.frozen or not rule.orthogonalises(weight.name, weight.shape):
                 continue
             short, long = sorted(weight.shape[-2:])
-            matrices = copies * prod(weight.shape[:-2]) / (case.sizes.ep if weight.is_expert else 1)
-            matrices /= StateSharding.of(case).shards_and_replicas(weight.is_expert)[0]
+            ranks = case.sizes.ep if weight.is_expert else 1
+            shards, _ = StateSharding.of(case).shards_and_replicas(weight.is_expert)
+            matrices = copies * prod(weight.shape[:-2]) / ranks
+            matrices /= shards
             products = [
                 Product(short, short, *p) for p in ((long, 2 * matrices), (short, matrices))
             ]

@@ -109,7 +109,8 @@ class CollectiveCounter:
         """
         tied = self.decoder.tied
         lookups = stage.embedding + stage.multi_token + (stage.loss and tied)
-        ends: list[tuple[Part, int]] = [("embedding", lookups), ("head", stage.loss and not tied)]
+        heads = stage.loss and not tied
+        ends: list[tuple[Part, int]] = [("embedding", lookups), ("head", heads)]
         for part, count in (*layers_and_norm(stage), *ends):
             if count:
                 if part not in self._by_part:

@@ -131,10 +131,11 @@ def clone_seconds(
     local = sum(weight.local_elements(shape.tp, shape.ep, shape.etp) for weight in weights)
     sent = local * (1 + slots * shape.ep / spec.routing.experts)
     group = strided_reach(setting.cluster, shape.ep, shape.etp), setting.cluster, setting.rates
-    forward, backward = (
-        exchange_seconds(DispatchRows(1.0, sent * width, 1), "alltoall", *group, 1.0)
-        for width in (setting.width, setting.width + STATISTIC)
-    )
+    weights_sent = DispatchRows(1.0, sent * setting.width, 1)
+    # Gradients are wider.
+    gradients_sent = DispatchRows(1.0, sent * (setting.width + STATISTIC), 1)
+    forward = exchange_seconds(weights_sent, "alltoall", *group, 1.0)
+    backward = exchange_seconds(gradients_sent, "alltoall", *group, 1.0)
     return forward, backward
 
 
@@ -174,7 +175,8 @@ def context_seconds(
     rate = cluster.link_rate(2) if group.domains == 1 else cluster.device.nic_bandwidth
     ring = keys * (ranks - 1) / (rate * rates.nic)
     forward = max(ring / ranks, ring - attention[0])
-    return exchanged + forward, exchanged + max(2 * ring / ranks, 2 * ring - attention[1])
+    backward = max(2 * ring / ranks, 2 * ring - attention[1])
+    return exchanged + forward, exchanged + backward
 
 
 def context_bytes(attention: Record, shape: Shape, width: int) -> tuple[float, float]:

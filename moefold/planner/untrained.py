@@ -85,7 +85,8 @@ class Mamba2(LayerSpec):
         into, mixed, out = self._widths
         yield Saved("projected", round(rows * into * width))
         yield Saved("convolved", round(rows * mixed * width))
-        yield Saved("states", round(rows / self.chunk * out * self.state * STATISTIC))
+        chunks = rows / self.chunk
+        yield Saved("states", round(chunks * out * self.state * STATISTIC))
         yield Saved("scanned", round(2 * rows * out * width))
 
 

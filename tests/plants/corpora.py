@@ -86,8 +86,8 @@ PLANTS = (
         "merges are ordered by their text, not by score",
         FOREIGN_TOKENIZERS + "test_sentencepiece_files_give_their_library_s_ids",
         "data/foreign_tokenizers.py",
-        "(-score, at, piece[:at], piece[at:])",
-        "(at, -score, piece[:at], piece[at:])",
+        "(-score, at, left, right)",
+        "(at, -score, left, right)",
     ),
     Plant(
         "ids of a tekken file are its ranks",

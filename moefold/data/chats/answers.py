@@ -411,18 +411,16 @@ def _own_turns(turns: _Turns, trained: Sequence[int]) -> list[_Example]:
         if examples and example.rendered.text.startswith(examples[-1].rendered.text):
             earlier = examples.pop()
             spans = earlier.rendered.spans + example.rendered.spans
-            example = example._replace(
-                rendered=example.rendered._replace(spans=spans),
-                trained=earlier.trained + example.trained,
-                begins=earlier.begins + example.begins,
-            )
+            rendered = example.rendered._replace(spans=spans)
+            trained = earlier.trained + example.trained
+            begins = earlier.begins + example.begins
+            example = example._replace(rendered=rendered, trained=trained, begins=begins)
         examples.append(example)
     full = turns.render(len(turns.messages)).text
     last = examples[-1].rendered
     if full.startswith(last.text):  # messages that follow the last answer
-        examples[-1] = examples[-1]._replace(
-            count=len(turns.messages), rendered=last._replace(text=full)
-        )
+        rendered = last._replace(text=full)
+        examples[-1] = examples[-1]._replace(count=len(turns.messages), rendered=rendered)
     return examples
 
 
@@ -443,11 +441,13 @@ def _together(turns: _Turns, trained: Sequence[int]) -> _Example:
         ours = last.rendered.text
         theirs = examples[1].rendered.text
         at = _common_prefix(ours, theirs)
+        before = ours[at : at + 40]
+        after = theirs[at : at + 40]
         raise BadDocument(
             _CHANGES,
-            f"up to message {last.count - 1} it writes {ours[at : at + 40]!r}, which becomes "
-            f"{theirs[at : at + 40]!r} once message {number} follows; train each answer in the "
-            "text before it (answers: each), or mark answers in the template with {% generation %}",
+            f"up to message {last.count - 1} it writes {before!r}, which becomes "
+            f"{after!r} once message {number} follows; train each answer in the text before it "
+            "(answers: each), or mark answers in the template with {% generation %}",
         )
     others = [n for n, m in enumerate(turns.messages) if m["role"] == ASSISTANT]
     if list(trained) == others:

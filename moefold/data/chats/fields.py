@@ -92,8 +92,9 @@ def is_trained(message: Message, number: int) -> bool:
             raise BadDocument("a share of an answer", f"{detail}are obeyed")
     values = {bool(value) for value in said.values()}
     if len(values) > 1:
-        detail = f"message {number} has {', '.join(f'{k}: {v!r}' for k, v in said.items())}"
-        raise BadDocument("fields that contradict each other", f"{detail}; keep one of them")
+        fields = ", ".join(f"{name}: {value!r}" for name, value in said.items())
+        detail = f"message {number} has {fields}; keep one of them"
+        raise BadDocument("fields that contradict each other", detail)
     role = message.get("role")
     if values == {True} and role != ASSISTANT:
         (name, *_) = said

@@ -79,9 +79,8 @@ def describe(number: int, message: Message) -> str:
 
 
 def _may_be_null(message: Message) -> bool:
-    return message.get("content") is None or bool(
-        message.get("tool_calls") and message.get("content") == ""
-    )
+    content = message.get("content")
+    return content is None or (content == "" and bool(message.get("tool_calls")))
 
 
 def _apply(number: int, message: Message, form: Form) -> dict[str, Any]:

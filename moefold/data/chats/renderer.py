@@ -232,7 +232,9 @@ class _Child:
         by = -os.waitstatus_to_exitcode(status)
         if by == signal.SIGXCPU:
             return "by its limit of time"
-        return f"by signal {by} ({signal.Signals(by).name})" if by > 0 else f"with status {-by}"
+        if by > 0:
+            return f"by signal {by} ({signal.Signals(by).name})"
+        return f"with status {-by}"
 
 
 def _pipe() -> tuple[BinaryIO, BinaryIO]:

@@ -94,10 +94,8 @@ class ReplyForm:
     def message(self, text: str) -> dict[str, Any]:
         """Return a reply as a message, with its reasoning where the template looks for it."""
         pieces = self.split(text)
-        reasoning, answer = (
-            "".join(piece.text for piece in pieces if piece.kind == kind)
-            for kind in (REASONING, ANSWER)
-        )
+        reasoning = "".join(piece.text for piece in pieces if piece.kind == REASONING)
+        answer = "".join(piece.text for piece in pieces if piece.kind == ANSWER)
         field = next((n for n in ("reasoning_content", "thinking") if self._reads(n)), None)
         tags = self._tags
         if reasoning and field:
@@ -115,8 +113,9 @@ def _without_tail(text: str, marks: Sequence[str], ended: bool) -> str:
     """Return a text without an end that may be the beginning of a mark, unless it has ended."""
     if ended:
         return text
-    sizes = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
-    return text[: len(text) - max(sizes, default=0)]
+    beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
+    held_back = max((len(begin) for begin in beginnings if text.endswith(begin)), default=0)
+    return text[: len(text) - held_back]
 
 
 def _split_channels(text: str) -> list[Piece]:

@@ -278,11 +278,9 @@ def _refuse_mixture(row: Row, prompt: str, answers: Sequence[str]) -> None:
     as_messages = [name for name in (prompt, *answers) if not isinstance(row[name], str)]
     if as_text and as_messages:
         listed = ", ".join(f'"{name}": {_one_message(name)}' for name in as_text)
-        detail = (
-            f"{' and '.join(as_text)} {'are' if len(as_text) > 1 else 'is'} text, but "
-            f"{' and '.join(as_messages)} {'are' if len(as_messages) > 1 else 'is'} not; "
-            f"convert each row: {{{listed}}}"
-        )
+        texts = f"{' and '.join(as_text)} {'are' if len(as_text) > 1 else 'is'} text"
+        others = f"{' and '.join(as_messages)} {'are' if len(as_messages) > 1 else 'is'} not"
+        detail = f"{texts}, but {others}; convert each row: {{{listed}}}"
         raise BadDocument("text beside messages", detail)
 
 
@@ -350,9 +348,10 @@ def _sides(
         asks = [m.get("role") in ("system", "developer", "user") for m in side]
         asked = [n for n, asking in enumerate(asks) if asking and n >= shared]
         if asked:
+            role = side[asked[0]].get("role")
             detail = (
-                f"message {asked[0]} of {name} ({side[asked[0]].get('role')}) is not in the other "
-                "conversation; give both the same messages before the answers that are compared"
+                f"message {asked[0]} of {name} ({role}) is not in the other conversation; give "
+                "both the same messages before the answers that are compared"
             )
             raise BadDocument("pair with different questions", detail)
     if not shared:
