@@ -77,7 +77,8 @@ def print_conversion(facts: dict[str, Any], as_json: bool) -> None:
         print_json(facts)
         return
     print_notes(facts["notes"])
-    print(" · ".join(f"{name} {value}" for name, value in facts.items() if name != "notes"))
+    shown = [f"{name} {value}" for name, value in facts.items() if name != "notes"]
+    print(" · ".join(shown))
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -80,8 +80,9 @@ def _inspect(path: Path, args: argparse.Namespace) -> int:
     console.print(Text(head))
     rows = []
     for name, stored in list(saved.tensors.items())[: None if args.all else ROWS]:
-        files = ", ".join(sorted({Path(saved.shards[p.shard].file).stem for p in stored.slices}))
-        rows.append((name, stored.dtype, str(list(stored.shape)), size(stored.size), files))
+        files = {Path(saved.shards[part.shard].file).stem for part in stored.slices}
+        shape = str(list(stored.shape))
+        rows.append((name, stored.dtype, shape, size(stored.size), ", ".join(sorted(files))))
     console.print(plain_table("tensor", "dtype", "shape", "size", "shard", rows=rows))
     if len(rows) < count:
         console.print(f"… and {count - len(rows)} more; --all lists them")

@@ -309,7 +309,8 @@ def _describe(facts: dict[str, Any]) -> Iterator[Text]:
     size = f"{facts['file_bytes'] / 1e6:.1f} MB in both files"
     yield Text("ids {lowest} to {highest} as {dtype}".format(**facts) + f" · {size}")
     if n_bytes := facts["said"].get("bytes"):
-        yield Text(f"{n_bytes:,} bytes of text, {n_bytes / max(facts['tokens'], 1):.3f} per token")
+        per_token = n_bytes / max(facts["tokens"], 1)
+        yield Text(f"{n_bytes:,} bytes of text, {per_token:.3f} per token")
     state = {None: "not checked (no digest stored)", True: "as written", False: "DAMAGED"}
     yield Text(f"bytes: {state[facts['as_written']]}")
     if facts["as_written"] is False:

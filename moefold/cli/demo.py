@@ -143,7 +143,8 @@ def _result_rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str
     for _, key in held_out_sets(facts):
         result = Text(f"{facts[key]:.3f} bits per byte", "bold")
         yield "result", Text.assemble(result, " on held-out files")
-    baselines = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
+    measured = facts["baselines"].items()
+    baselines = [f"{BASELINES.get(name, name)} {value:.3f}" for name, value in measured]
     if baselines:
         yield "baselines", ", ".join(baselines)
     took = f" in {clock(facts['wall_s'])}" if "wall_s" in facts else ""

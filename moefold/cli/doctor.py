@@ -242,8 +242,8 @@ def _quantise() -> Finding:
     for kind in BLOCKS:
         use = Recipe(kind).product_spec("y", False, torch.bfloat16, device)
         kinds_by_path.setdefault(", ".join(describe_backends("auto", use)), []).append(kind)
-    why = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in kinds_by_path.items())
-    return Finding("quantise", True, torch.__version__, True, why)
+    paths = [f"{', '.join(kinds)}: {text}" for text, kinds in kinds_by_path.items()]
+    return Finding("quantise", True, torch.__version__, True, "; ".join(paths))
 
 
 PROBES: dict[str, Callable[[], Finding]] = {

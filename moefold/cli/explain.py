@@ -231,7 +231,9 @@ def derived_values(loaded: LoadedRecord[Run]) -> dict[str, Any]:
     flops = counts.flops_per_token(seq, causal=True)
     in_all = train.sizes(seq).before(train.steps) * seq
     places = {"first step": 0, "half way": train.steps // 2, "last step": train.steps - 1}
-    lr = {n: run.optim.lr * run.optim.schedule_lr.factor(s, train.steps) for n, s in places.items()}
+    schedule = run.optim.schedule_lr
+    factors = {name: schedule.factor(step, train.steps) for name, step in places.items()}
+    lr = {name: run.optim.lr * factor for name, factor in factors.items()}
     layers = []
     first = 0
     for block, same in groupby(decoder.blocks):
@@ -265,8 +267,10 @@ def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str
         yield "", f"ffn {_format_record(span['ffn'])}"
     total = facts["parameters"]
     active = facts["active_parameters"]
-    yield "parameters", f"{total:,}; {active:,} active per token ({100 * active / total:.1f} %)"
-    yield "", ", ".join(f"{name} {formatting.count(n)}" for name, n in facts["parts"].items())
+    percent = 100 * active / total
+    yield "parameters", f"{total:,}; {active:,} active per token ({percent:.1f} %)"
+    parts = [f"{name} {formatting.count(number)}" for name, number in facts["parts"].items()]
+    yield "", ", ".join(parts)
     causal = facts["flops_per_token"]
     full = facts["flops_per_token_full_attention"]
     flops = f"{formatting.si(causal)}FLOP forward and backward"
@@ -276,7 +280,8 @@ def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str
     tokens = formatting.count(facts["tokens_in_all"])
     whole = f"{tokens} tokens, {formatting.si(facts['flops_in_all'])}FLOP"
     yield "the run", f"{formatting.plural(run.train.steps, 'step')}: {whole}"
-    yield "lr", ", ".join(f"{name} {rate:.3g}" for name, rate in facts["lr"].items())
+    rates = [f"{name} {rate:.3g}" for name, rate in facts["lr"].items()]
+    yield "lr", ", ".join(rates)
     yield "held out", ", ".join(facts["evaluation_sets"]) or "nothing"
     least = formatting.plural(facts["smallest_world"], "rank")
     yield "layout", f"{facts['layout']}; at least {least}"
@@ -335,27 +340,26 @@ class LayoutReport:
         if stages is not None and stages.broken_rules(count, model.moe_layers, model.multi_token):
             stages = None
         local = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
-        ids = (tuple(range(e * min(local), (e + 1) * min(local))) for e in range(sizes.ep))
-        return cls(
-            sizes,
-            world,
-            Folding(sizes, world, layout.order) if fits else None,
-            stages,
-            layout.resolved_schedule.stage_mapping,
-            tuple(ids) if local else None,
-            tuple(v if v.path == ("world",) else v.under("layout") for v in violations),
-        )
+        experts = None
+        if local:
+            fewest = min(local)
+            starts = range(0, sizes.ep * fewest, fewest)
+            experts = tuple(tuple(range(start, start + fewest)) for start in starts)
+        placed = tuple(v if v.path == ("world",) else v.under("layout") for v in violations)
+        folding = Folding(sizes, world, layout.order) if fits else None
+        way = layout.resolved_schedule.stage_mapping
+        return cls(sizes, world, folding, stages, way, experts, placed)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything for ``--json``, including the ranks of every group."""
         folding = self.folding
         stages = self.stages
         answer: dict[str, Any] = {"sizes": self.sizes.text, "world": self.world}
-        answer["violations"] = [
-            {"path": list(v.path), "value": to_dict(v.value), "rule": v.rule}
-            | {"nearest": to_dict(v.nearest)}
-            for v in self.violations
-        ]
+        answer["violations"] = []
+        for violation in self.violations:
+            facts = {"path": list(violation.path), "value": to_dict(violation.value)}
+            facts |= {"rule": violation.rule, "nearest": to_dict(violation.nearest)}
+            answer["violations"].append(facts)
         if folding is not None:
             grids = {ATTENTION: folding.attention, EXPERTS: folding.experts}
             answer |= {"order": folding.order, "dp": folding.dp, "edp": folding.edp}
@@ -423,7 +427,9 @@ def _grid_table(name: str, grid: Grid) -> tuple[str, Table]:
 
     def place(rank: int | None, axes: Sequence[str]) -> str:
         longer = [axis for axis in axes if grid.sizes[axis] > 1]
-        return "…" if rank is None else " ".join(f"{a}{grid.coordinate(rank, a)}" for a in longer)
+        if rank is None:
+            return "…"
+        return " ".join(f"{axis}{grid.coordinate(rank, axis)}" for axis in longer)
 
     columns = list(_abridge(grid.offsets(across), MAX_COLUMNS))
     titles = [place(column, across) for column in columns]
@@ -488,7 +494,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
     second = ranks[min(1, len(ranks) - 1)]
     last = ranks[-1]
     step = second - first
-    if step > 1 and len(ranks) > MAX_RUNS and list(ranks) == list(range(first, last + 1, step)):
+    evenly_spaced = step > 1 and list(ranks) == list(range(first, last + 1, step))
+    if evenly_spaced and len(ranks) > MAX_RUNS:
         return f"{first} {second} … {last}"
     runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
     spans = [[rank for _, rank in run] for _, run in runs]

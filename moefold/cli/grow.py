@@ -145,9 +145,8 @@ def _require_compatible(folders: list[Path], configs: list[dict[str, Any]]) -> N
         names = sorted(name for name in named if not is_mark(name))
         differ = [n for n in names if configs[i].get(n) != configs[j].get(n)]
         if differ:
-            values = ", ".join(
-                f"{n} is {configs[i].get(n)!r} and {configs[j].get(n)!r}" for n in differ[:5]
-            )
+            pairs = [(name, configs[i].get(name), configs[j].get(name)) for name in differ[:5]]
+            values = ", ".join(f"{name} is {one!r} and {other!r}" for name, one, other in pairs)
             raise ValueError(
                 f"{folders[i]} and {folders[j]} cannot be merged: {values}; merge models "
                 "that were trained from the same one"

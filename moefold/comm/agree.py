@@ -101,8 +101,9 @@ def require_same(facts: Mapping[str, Any], ranks: Group) -> None:
         if len(holders) > 1:
             texts = []
             for value, held in holders.items():
+                shown = ", ".join(map(str, held[:4]))
                 more = f" and {len(held) - 4} more" if len(held) > 4 else ""
-                texts.append(f"{value} on rank {', '.join(map(str, held[:4]))}{more}")
+                texts.append(f"{value} on rank {shown}{more}")
             lines.append(f"{key}: {'; '.join(texts)}")
     if lines:
         raise Disagreement("ranks were started with different values\n  " + "\n  ".join(lines))

@@ -117,4 +117,7 @@ def _divergence(
 
 
 def _rank_list(ranks: Collection[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") * bool(ranks) + ", ".join(map(str, ranks))
+    if not ranks:
+        return ""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"

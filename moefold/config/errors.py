@@ -94,7 +94,8 @@ class RunError(ValueError):
         self.source = source
         self.unlisted = unlisted + len(found) - len(self.violations)
         count = len(self.violations) + self.unlisted
-        head = f"{source or 'the run'}: {count:,} error{'s' if count != 1 else ''}"
+        errors = "error" if count == 1 else "errors"
+        head = f"{source or 'the run'}: {count:,} {errors}"
         lines = [line for item in self.violations for line in format_violation(item)]
         lines += [f"  and {self.unlisted:,} more"] if self.unlisted else []
         super().__init__("\n".join([head, *lines]))
@@ -121,7 +122,8 @@ def format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
+        items = [f"{key}: {format_value(item)}" for key, item in value.items()]
+        text = "{" + ", ".join(items) + "}"
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(format_value(item) for item in value) + "]"
     elif isinstance(value, Remove | Rename):
@@ -140,5 +142,8 @@ def dotted(path: Iterable[PathPart]) -> str:
     """Format a path as in ``data.train[0].weight``."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else str(part)
     return text

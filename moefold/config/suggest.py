@@ -120,7 +120,8 @@ def likely_kind(spec: FieldSpec, slot: Slot, value: Any) -> str | None:
 
     def rank(kind: str) -> tuple[int, bool, int]:
         record = slot.kinds[kind]
-        return -len(data.keys() & specs(record).keys()), kind != default, len(required(record))
+        stated = data.keys() & specs(record).keys()
+        return -len(stated), kind != default, len(required(record))
 
     return min(slot.kinds, key=rank, default=None)
 
@@ -166,7 +167,8 @@ def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
             items = value if isinstance(value, list) else [value]
             yield items
             fill = [] if option.kind == "list" else [_filler(FieldSpec(hint)) for hint in option.of]
-            yield [*items, *fill[len(items) :]][: len(fill) or option.bounds.get("max_length")]
+            most = len(fill) or option.bounds.get("max_length")
+            yield [*items, *fill[len(items) :]][:most]
         elif option.kind == "slot" and isinstance(value, str):
             kind = closest(value, option.of.kinds)
             yield from [] if kind is None else [{option.of.tag: kind}]

@@ -278,7 +278,8 @@ class Stages:
 def rank_of_stage(stage: int, pp: int, mapping: StageMapping) -> int:
     """Return the rank of a stage; with ``v`` every second round goes from last rank to first."""
     round_, index = divmod(stage, pp)
-    return pp - 1 - index if mapping == "v" and round_ % 2 else index
+    returns = mapping == "v" and round_ % 2
+    return pp - 1 - index if returns else index
 
 
 def _count_layers(stage: str) -> int:
@@ -288,7 +289,8 @@ def _count_layers(stage: str) -> int:
 def _compress(stage: str) -> str:
     """Write three or more equal letters as ``t*4``."""
     runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
-    return "".join(f"{letter}*{n}" if n > 2 else letter * n for letter, n in runs)
+    words = [f"{letter}*{n}" if n > 2 else letter * n for letter, n in runs]
+    return "".join(words)
 
 
 def _error(text: str, problem: str, position: int) -> ValueError:

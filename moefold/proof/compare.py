@@ -62,22 +62,22 @@ class Outcome:
 
 def write_reference(path: Path, subject: Subject, result: RankResult) -> None:
     """Write one rank's results to a file that the ranks of layouts read."""
-    tensors = {
-        kind + SEPARATOR + piece.name: piece.tensor.contiguous()
-        for kind, pieces in result.pieces.items()
-        for piece in pieces
-    }
+    tensors = {}
+    norms_and_shapes = {}
+    for kind, pieces in result.pieces.items():
+        tensors |= {kind + SEPARATOR + p.name: p.tensor.contiguous() for p in pieces}
+        norms_and_shapes[kind] = {
+            p.name: (float(p.tensor.double().norm()), p.tensor.shape) for p in pieces
+        }
+    zero = zero_gradients(subject.decoder)
     facts = {
         "figures": result.figures,
         "counts": result.counts,
         "seed": subject.seed,
-        "zero": [f"gradient of {n}: {why}" for n, why in zero_gradients(subject.decoder).items()],
+        "zero": [f"gradient of {name}: {why}" for name, why in zero.items()],
         "degenerate": find_degenerate(subject, result),
         "narrow": result.narrow,
-        "tensors": {
-            kind: {p.name: (float(p.tensor.double().norm()), p.tensor.shape) for p in pieces}
-            for kind, pieces in result.pieces.items()
-        },
+        "tensors": norms_and_shapes,
     }
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, {"facts": json.dumps(facts)})
@@ -98,10 +98,8 @@ def find_degenerate(subject: Subject, result: RankResult) -> list[str]:
     problems = []
     for name, values in result.figures.items():
         problems += [f"{name} is {v:g}" for v in values if not abs(v) > NEGLIGIBLE]
-    grads, weights = (
-        {piece.name: piece for piece in result.pieces.get(kind, ())}
-        for kind in ("gradients", "weights")
-    )
+    grads = {piece.name: piece for piece in result.pieces.get("gradients", ())}
+    weights = {piece.name: piece for piece in result.pieces.get("weights", ())}
     exempt = zero_gradients(subject.decoder)
     for kind, pieces in (("gradients", grads), ("weights", weights)):
         for name in grads:
@@ -132,13 +130,14 @@ def zero_gradients(decoder: Decoder) -> dict[str, str]:
 
     Layers declare them (``without_gradient``), such as a router whose softmax is over one expert.
     """
-    return {
-        f"layers.{number}.{spec.prefix or name}.{weight}": reason
-        for number, block in enumerate(decoder.blocks)
-        for name, spec in (("attention", block.attention), ("ffn", block.ffn))
-        if isinstance(spec, LayerSpec)
-        for weight, reason in spec.without_gradient()
-    }
+    reasons = {}
+    for number, block in enumerate(decoder.blocks):
+        for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
+            if isinstance(spec, LayerSpec):
+                prefix = f"layers.{number}.{spec.prefix or name}"
+                for weight, reason in spec.without_gradient():
+                    reasons[f"{prefix}.{weight}"] = reason
+    return reasons
 
 
 def _idle_problems(
@@ -191,8 +190,8 @@ def combine_ranks(facts: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> Out
     """Return the outcome of a case from the reference's facts and each rank's ``compare_rank``."""
     outcome = Outcome()
     problems = [f"degenerate: {line}" for line in facts["degenerate"]]
-    narrow = sorted({line for rank in ranks for line in rank["narrow"]} | set(facts["narrow"]))
-    problems += [f"not fp64: {line}" for line in narrow]
+    narrow = set(facts["narrow"]).union(*(rank["narrow"] for rank in ranks))
+    problems += [f"not fp64: {line}" for line in sorted(narrow)]
     _compare_figures(outcome, facts, ranks)
     if len(ranks[0]["figures"]["lm_loss"]) == len(facts["figures"]["lm_loss"]):
         missing = facts["tensors"].keys() - {kind for rank in ranks for kind in rank["pieces"]}
@@ -255,8 +254,10 @@ def _compare_counts(
         for name, actual in rank["counts"].items():
             counted.add(name)
             reference = expected.get(name, [])
-            moved = sum(abs(a - b) for a, b in zip(actual, reference, strict=False))
-            error = moved / max(sum(reference), 1) if len(actual) == len(reference) else math.inf
+            error = math.inf
+            if len(actual) == len(reference):
+                moved = sum(abs(a - b) for a, b in zip(actual, reference, strict=True))
+                error = moved / max(sum(reference), 1)
             _record_error(outcome, "counts", error, name, number)
     return [f"no rank has counts of {name}" for name in expected if name not in counted]
 

@@ -125,7 +125,8 @@ def _cases(
     settings = [f"{key} {_short_name(value)}" for key, value in more.items()]
     for entry, (sizes, world) in product(names, layouts):
         name, model = (entry, SUBJECTS[entry]) if isinstance(entry, str) else entry
-        title = ", ".join([f"{name}: {sizes or f'dp{world}'} on {world}", *settings])
+        grid = sizes or f"dp{world}"
+        title = ", ".join([f"{name}: {grid} on {world}", *settings])
         record = Layout(sizes=sizes, **more)
         try:
             model = replace(model, micro_batches=micro_batch_count(record, world))
@@ -452,9 +453,8 @@ def precisions() -> Iterator[ProofCase]:
         if isinstance(record, Fp8Tensor | Nvfp4) and kind != "delayed":
             yield from _each_dispatcher(named[:1], "tp2 ep4")
     for record in (Fp8Block(block=4, wire="codes", wgrad="wide"), Mxfp8(block=4, wire="codes")):
-        named = [
-            (f"codes sent {record.kind} {name}", quantised(name, record)) for name in ("gqa", "mla")
-        ]
+        title = f"codes sent {record.kind}"
+        named = [(f"{title} {name}", quantised(name, record)) for name in ("gqa", "mla")]
         yield from _cases(named, [("tp2 ep2", 2), ("cp2 ep2 etp2", 4), ("tp2 cp2 ep4", 4)])
         yield from _cases(named[:1], [("tp2 pp2 ep2", 4)], **more)
         yield from _cases(named[:1], [("pp2 ep2", 4)], schedule=Merged())

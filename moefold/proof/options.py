@@ -54,13 +54,13 @@ def parts(decoder: Decoder) -> Iterator[Record]:
 
 def options_of(decoders: Iterable[Decoder]) -> set[Option]:
     """Return the options that the parts of decoders have."""
-    return {
-        (_declaring(type(part), field), field, getattr(part, field))
-        for decoder in decoders
-        for part in parts(decoder)
-        for field in type(part).model_fields
-        if choices(type(part), field)
-    }
+    options = set[Option]()
+    for part in (part for decoder in decoders for part in parts(decoder)):
+        record = type(part)
+        for field in record.model_fields:
+            if choices(record, field):
+                options.add((_declaring(record, field), field, getattr(part, field)))
+    return options
 
 
 def missing_blocks(decoders: Iterable[Decoder], base: Block) -> Iterator[tuple[str, Block]]:
@@ -70,10 +70,8 @@ def missing_blocks(decoders: Iterable[Decoder], base: Block) -> Iterator[tuple[s
     assert isinstance(moe, Moe)
     changed = [("attention", *found) for found in variants(base.attention)]
     changed += [("ffn", *found) for found in variants(moe)]
-    changed += [
-        ("router", field, value, moe.model_copy(update={"router": router}))
-        for field, value, router in variants(moe.router)
-    ]
+    for field, value, router in variants(moe.router):
+        changed.append(("router", field, value, moe.model_copy(update={"router": router})))
     of_part = {"attention": type(base.attention), "ffn": type(moe), "router": type(moe.router)}
     for part, field, value, layer in changed:
         if (_declaring(of_part[part], field), field, value) not in seen:

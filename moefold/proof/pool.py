@@ -82,10 +82,12 @@ def run_cases(
         references: dict[Subject, str] = {}
         for case in cases:
             references.setdefault(case.subject, str(folder / f"{len(references)}.safetensors"))
-        tasks = {
-            n: CaseTask(cases[n], references[cases[n].subject], faults[n] if faults else None)
-            for n in sorted(range(len(cases)), key=lambda number: -cases[number].world)
-        }
+        tasks = {}
+        # Cases on most ranks first.
+        for number in sorted(range(len(cases)), key=lambda number: -cases[number].world):
+            case = cases[number]
+            fault = faults[number] if faults else None
+            tasks[number] = CaseTask(case, references[case.subject], fault)
         while len(outcomes) < len(cases):
             remaining = {number: task for number, task in tasks.items() if number not in outcomes}
             error = _run(remaining, record, time_out_s)

@@ -66,7 +66,8 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
         ends = np.cumsum(lengths, dtype=np.int64)
         labels_T[ends - 1] = IGNORE_INDEX
         for length, end in zip(lengths, ends, strict=True) if subject.masked else ():
-            labels_T[end - length : end - length // (2 + number % 3)] = IGNORE_INDEX
+            masked_end = end - length // (2 + number % 3)
+            labels_T[end - length : masked_end] = IGNORE_INDEX
         token_T = np.arange(subject.rows) + number * subject.rows
         batches.append(assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T))
     return batches
@@ -199,9 +200,10 @@ class RankRun:
             self.state.end_step()
         if self.updates:
             after = _copy_slices(self.state.weights())
-            result.pieces["weights"] = [
-                replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
-            ]
+            changes = []
+            for old, new in zip(before, after, strict=True):
+                changes.append(replace(new, tensor=new.tensor - old.tensor))
+            result.pieces["weights"] = changes
             for piece in _copy_slices(self.state.optimizer_state(self.optimizer)):
                 parameter, _, kind = piece.name.removeprefix("optim.").rpartition(".")
                 state = result.pieces.setdefault(f"optimizer/{kind}", [])

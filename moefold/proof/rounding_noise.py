@@ -72,11 +72,11 @@ class RoundingNoise:
         """Quantities before an update for which the format is too coarse, and failed runs."""
         text = "reordered sums differ by {:.0%}, too much to compare; verify in fp32 or fp64"
         failed = tuple(f"one rank with reordered sums: {why}" for why in self.failed)
-        return failed + tuple(
-            f"{quantity} of {item}: {text.format(error)}"
-            for (quantity, item), error in self.coarse.items()
-            if not quantity.startswith(UPDATED) and item not in LATER
-        )
+        coarse = []
+        for (quantity, item), error in self.coarse.items():
+            if not quantity.startswith(UPDATED) and item not in LATER:
+                coarse.append(f"{quantity} of {item}: {text.format(error)}")
+        return (*failed, *coarse)
 
     def apply_bounds(self, outcome: Outcome) -> tuple[Outcome, dict[str, float]]:
         """Return an outcome with each quantity's worst item relative to its bound, and the bounds.
@@ -107,9 +107,11 @@ def measure_noise(subjects: Iterable[Subject]) -> dict[Subject, RoundingNoise]:
     best_noise: dict[Subject, RoundingNoise] = {}
     remaining = list(dict.fromkeys(subjects))
     for attempt in range(MAX_TRIES):
+        shift = attempt * MAX_SEEDS
+        drawn = [replace(subject, seed=subject.seed + shift) for subject in remaining]
         cases = [
-            ProofCase(f"one rank, shuffled {order}", drawn, Layout(), 1, shuffle=order)
-            for drawn in (replace(s, seed=s.seed + attempt * MAX_SEEDS) for s in remaining)
+            ProofCase(f"one rank, shuffled {order}", subject, Layout(), 1, shuffle=order)
+            for subject in drawn
             for order in SHUFFLED
         ]
         outcomes = run_cases(cases)

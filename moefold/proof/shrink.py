@@ -120,12 +120,11 @@ def small_decoder(decoder: Decoder, needs: SizeRequirements) -> Decoder:
     main = decoder.blocks[: decoder.layers]
     later = decoder.blocks[decoder.layers :]
     blocks = (*_select_blocks(main, needs), *later)
-    small = (
-        b.model_copy(
-            update={"attention": small_part(b.attention, needs), "ffn": small_part(b.ffn, needs)}
-        )
-        for b in blocks
-    )
+    small = []
+    for block in blocks:
+        attention = small_part(block.attention, needs)
+        ffn = small_part(block.ffn, needs)
+        small.append(block.model_copy(update={"attention": attention, "ffn": ffn}))
     changed = {
         "vocab": small_vocabulary(decoder.vocab, needs.divisors.tp),
         "hidden": HIDDEN,

@@ -230,13 +230,9 @@ def low_precision_case(
 
 def steady(decoder: Decoder) -> Decoder:
     """Return a decoder without choices that a rounding could change."""
-    stacks = to_stacks(
-        b.model_copy(
-            update={
-                "attention": as_layer_spec(b.attention).without_discrete_choices(),
-                "ffn": as_layer_spec(b.ffn).without_discrete_choices(),
-            }
-        )
-        for b in decoder.blocks
-    )
-    return decoder.model_copy(update={"stacks": stacks, "init_std": 0.1})
+    blocks = []
+    for block in decoder.blocks:
+        attention = as_layer_spec(block.attention).without_discrete_choices()
+        ffn = as_layer_spec(block.ffn).without_discrete_choices()
+        blocks.append(block.model_copy(update={"attention": attention, "ffn": ffn}))
+    return decoder.model_copy(update={"stacks": to_stacks(blocks), "init_std": 0.1})

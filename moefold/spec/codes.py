@@ -173,7 +173,8 @@ def history_bytes(weight: CodedWeight) -> int:
     if not isinstance(record, Fp8Tensor) or record.scaling == "current":
         return 0
     # The current scale, the history, and the maximum of the present step.
-    return 3 * (weight.shape[0] if weight.is_expert else 1) * (record.history + 2) * STATISTIC
+    matrices = weight.shape[0] if weight.is_expert else 1
+    return 3 * matrices * (record.history + 2) * STATISTIC
 
 
 def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
@@ -225,7 +226,8 @@ def _saved_hidden(part: Saved, block: CodedBlock, products: Mapping[str, WeightP
     product = products[part.result_of]
     rows = product.rows
     outputs = product.outputs
-    size = rows * (outputs + 2 * ceil(outputs / 2 / length) * SCALE["fp8_block"])
+    blocks = 2 * ceil(outputs / 2 / length)
+    size = rows * (outputs + blocks * SCALE["fp8_block"])
     return replace(part, bytes=round(size))
 
 

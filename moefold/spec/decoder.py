@@ -104,7 +104,8 @@ def model_needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     units = [vocabulary_units(decoder)]
     if seq is not None:
         rule = f"cp must be 1, or 2 * cp must divide the sequence length ({seq})"
-        units.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
+        number = seq // 2 if seq % 2 == 0 else 1
+        units.append(Units("cp", number, "tokens", said=rule))
     routed = list[bool]()
     distinct = dict[LayerSpec, None]()
     undescribed = False
@@ -338,16 +339,20 @@ def adapter_weights(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     """
     lead = weight.shape[: 1 if weight.is_expert else -2]
     last = len(weight.shape) - 1
-    shared_cuts = ((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
-    a_cuts = tuple((len(lead) + 1 if dim == last else dim, units) for dim, units in shared_cuts)
-    b_cuts = tuple((dim, units) for dim, units in weight.cuts if dim != last)
+    cuts_a: list[tuple[int, Units]] = []
+    for dim, units in weight.cuts:
+        if dim == last:
+            cuts_a.append((len(lead) + 1, units))
+        elif dim < len(lead):
+            cuts_a.append((dim, units))
+    cuts_b = tuple((dim, units) for dim, units in weight.cuts if dim != last)
     shape_a = (*lead, rank, weight.shape[-1])
     shape_b = (*weight.shape[:-1], rank)
     common: dict[str, Any] = {"category": "adapters", "product": weight.product}
-    return (
-        Weight(weight.name + LORA_A, shape_a, a_cuts, start=(3 * shape_a[-1]) ** -0.5, **common),
-        Weight(weight.name + LORA_B, shape_b, b_cuts, start="zeros", **common),
-    )
+    std = (3 * shape_a[-1]) ** -0.5
+    a = Weight(weight.name + LORA_A, shape_a, tuple(cuts_a), start=std, **common)
+    b = Weight(weight.name + LORA_B, shape_b, cuts_b, start="zeros", **common)
+    return a, b
 
 
 def heads_by_weight(decoder: Decoder) -> dict[str, int]:

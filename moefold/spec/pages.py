@@ -35,7 +35,8 @@ def unpaged(part: Saved, pages: OffloadToPages | None, offloaded: bool = False) 
     """
     if pages is None or not (part.rows and part.saved):
         return part
-    return replace(part, bytes=ceil(part.rows / pages.page) * INDEX * (1 + offloaded))
+    numbers = ceil(part.rows / pages.page)
+    return replace(part, bytes=numbers * INDEX * (1 + offloaded))
 
 
 def count_pages(

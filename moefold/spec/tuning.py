@@ -177,17 +177,16 @@ def _adapt_as_stored(decoder: Decoder, lora: Lora) -> Decoder:
 
     def adapters(prefix: str) -> tuple[LowRank, ...]:
         inside = (name for name in names if name.startswith(prefix or "layers.") == bool(prefix))
-        return tuple(
-            stored[name].model_copy(
-                update={"weight": name.removeprefix(prefix), "dropout": lora.dropout}
-            )
-            for name in inside
-        )
+        found = []
+        for name in inside:
+            changed = {"weight": name.removeprefix(prefix), "dropout": lora.dropout}
+            found.append(stored[name].model_copy(update=changed))
+        return tuple(found)
 
-    blocks = (
-        block.model_copy(update={"adapters": adapters(f"layers.{number}.")})
-        for number, block in enumerate(decoder.blocks)
-    )
+    blocks = []
+    for number, block in enumerate(decoder.blocks):
+        own = adapters(f"layers.{number}.")
+        blocks.append(block.model_copy(update={"adapters": own}))
     changes = {"stacks": to_stacks(blocks), "adapters": adapters("")}
     return decoder.model_copy(update=changes)
 
