@@ -239,14 +239,16 @@ class DecoderModel(nn.Module):
                 positions before s; -100 is ignored. Default: ``ids_BS``.
         """
         if labels is not None:  # shifted to the left: row s holds the label of token s + 1
-            labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+            ignored = torch.full_like(labels[:, :1], -100)
+            labels = torch.cat([labels[:, 1:], ignored], 1)
         return self.micro_batch_loss(from_ids(ids_BS, labels))
 
     def micro_batch_loss(self, rows: MicroBatch) -> LossOutput:
         """Return the differentiable loss of one micro-batch, treated as the whole batch."""
         self.start_step()
         records = self.record.multi_token
-        ahead = tuple((rows.shift(depth), None) for depth in range(1, len(records) + 1))
+        depths = range(1, len(records) + 1)
+        ahead = tuple((rows.shift(depth), None) for depth in depths)
         flow = Flow(rows, self.precision_policy, shifted_rows=ahead)
         x_TD, terms = self.run(flow, self.start(flow), self.main_blocks)
         normed_TD = self.finish(flow, x_TD)

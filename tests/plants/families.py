@@ -200,8 +200,8 @@ PLANTS = (
         "rows of heads that share a matrix with their gates lie one head after the other",
         LOGITS_CHOICES,
         "model/families/names.py",
-        "n // self.length * self.total + self.start + n % self.length",
-        "self.start * self.groups + n",
+        "group * self.total + self.start + place",
+        "self.start * self.groups + row",
     ),
     Plant(
         "what is handed on of a shared matrix goes to its first rows",

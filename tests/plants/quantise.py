@@ -209,8 +209,8 @@ PLANTS = (
         "blocks of pre-activations lie across gate and up",
         HIDDEN,
         "kernels/scaled/ffn.py",
-        "encode(h_N2F[cut].unflatten(1, (2, -1)), hidden)",
-        "encode(h_N2F[cut], hidden)",
+        "h_N2F[cut].unflatten(1, (2, -1)) for cut",
+        "h_N2F[cut] for cut",
     ),
     Plant(
         "forward reads codes of pre-activations too",

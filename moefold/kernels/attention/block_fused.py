@@ -82,4 +82,5 @@ def _width(q_NHSd: Tensor, v_NGUv: Tensor) -> int:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x

@@ -130,7 +130,8 @@ def _statistics_and_gradients(
     stats_2C = logits_CV.new_empty(2, len(labels_C), dtype=upcast_dtype(logits_CV))
     for rows in row_chunks(logits_CV):
         wide_cV = upcast(logits_CV[rows])
-        stats_2C[1, rows] = torch.where(local_C1[rows], wide_cV.gather(1, label_C1[rows]), 0)[:, 0]
+        picked_c1 = wide_cV.gather(1, label_C1[rows])
+        stats_2C[1, rows] = torch.where(local_C1[rows], picked_c1, 0)[:, 0]
         max_c = wide_cV.amax(1)
         scratch = weight_C is not None or wide_cV.dtype != logits_CV.dtype
         probs_cV = torch.sub(wide_cV, max_c[:, None], out=wide_cV if scratch else None).exp_()

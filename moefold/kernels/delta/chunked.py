@@ -84,7 +84,8 @@ def chunked_scan(
     total = g.cumsum(-2)
     # Documents are numbered within a run; 0 is one that continues from before the run.
     start_PL = positions_T.view(runs or 1, -1) == 0
-    document = F.pad(start_PL, (0, -length % chunk)).cumsum(1).unflatten(1, (-1, chunk))[:, None]
+    numbers = F.pad(start_PL, (0, -length % chunk)).cumsum(1)
+    document = numbers.unflatten(1, (-1, chunk))[:, None]
     last = document[..., -1:]
     before = F.pad(last, (0, 0, 1, 0))[..., :-1, :]
     from_start = (document == before)[..., None]
@@ -118,7 +119,8 @@ def chunked_scan(
 def _to_chunks(x_THx: Tensor, runs: int, chunk: int) -> Tensor:
     """Return rows as ``[P, H, N, C, x]``, each run padded with zeros."""
     x = x_THx.unflatten(0, (runs, -1)).transpose(1, 2)
-    return F.pad(x, (0, 0, 0, -x.shape[2] % chunk)).unflatten(2, (-1, chunk))
+    missing = -x.shape[2] % chunk
+    return F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, chunk))
 
 
 def decayed_scores(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
@@ -132,7 +134,8 @@ def decayed_scores(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
         border = g1[..., -1:, :]
         corner = (r2 * (g2 - border).exp()) @ (k1 * (border - g1).exp()).mT
         upper = F.pad(decayed_scores(r1, k1, g1), (0, length - half))
-        return torch.cat([upper, torch.cat([corner, decayed_scores(r2, k2, g2)], -1)], -2)
+        lower = torch.cat([corner, decayed_scores(r2, k2, g2)], -1)
+        return torch.cat([upper, lower], -2)
     causal = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
     gap = (total[..., :, None, :] - total[..., None, :, :]).where(causal[..., None], -torch.inf)
     if total.shape[-1] == 1:

@@ -149,7 +149,8 @@ def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
     # Each group ends in at most one partial tile.
     row_tiles = cdiv(cdiv(rows, tile.rows) + groups, WAVE_ROW_TILES) * WAVE_ROW_TILES
     if rows:
-        _product[(row_tiles * cdiv(columns, tile.columns),)](
+        programs = row_tiles * cdiv(columns, tile.columns)
+        _product[(programs,)](
             x_RI.contiguous(), w_EOI, offs_E, y_RO, groups, columns, depth, *w_EOI.stride(),
             *tile[:3], next_power_of_2(groups), WAVE_ROW_TILES, **tile.options,
         )  # fmt: skip
@@ -174,7 +175,8 @@ def _launch_gradient(
     groups, out, width = dw_EOI.shape
     size = x_RI.dtype.itemsize
     tile = HOPPER_GRADIENT if size == 2 and kernels.compute_capability_major() == 9 else TILES[size]
-    _weight_gradient[(cdiv(out, tile.rows), cdiv(width, tile.columns), groups)](
+    grid = (cdiv(out, tile.rows), cdiv(width, tile.columns), groups)
+    _weight_gradient[grid](
         dy_RO.contiguous(), x_RI.contiguous(), offs_E, dw_EOI, out, width, *dw_EOI.stride(),
         add, *tile[:3], **tile.options,
     )  # fmt: skip

@@ -51,6 +51,5 @@ def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, into_EOI: Tenso
 def group_spans(offs_E: Tensor) -> list[tuple[int, int, int]]:
     """Return (group, first row, end row) of each group: the only host read of this path."""
     ends = offs_E.tolist()
-    return [
-        (e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
-    ]
+    starts = [0, *ends[:-1]]
+    return [(e, start, end) for e, (start, end) in enumerate(zip(starts, ends, strict=True))]

@@ -102,7 +102,8 @@ def norm_forward(
     other_ND = None if other_ND is None else other_ND.contiguous()
     tile, columns, warps = _tile(width)
     if y_ND.numel():
-        _forward[(cdiv(rows, tile),)](
+        programs = cdiv(rows, tile)
+        _forward[(programs,)](
             x_ND, other_ND, weight_D, sum_ND, y_ND, rstd_N, rows, width, x_ND.stride(0), epsilon,
             other_ND is not None, tile, columns, num_warps=warps,
         )  # fmt: skip

@@ -40,11 +40,11 @@ class PageRing:
         self.page = page
         # Invalid rows go to one extra page, whose number goes to one extra entry of the ring.
         shape = (pages + 1) * page, width
-        self.rows_SD = (
-            torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
-            if on_host
-            else torch.empty(shape, dtype=dtype, device=device)
-        )
+        if on_host:
+            # Pinned, so that a GPU copies without the host.
+            self.rows_SD = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        else:
+            self.rows_SD = torch.empty(shape, dtype=dtype, device=device)
         self._free_pages = torch.arange(pages + 1, device=device)
         self.allocated, self.freed, self.refused = self._free_pages.new_zeros(3).unbind()
 

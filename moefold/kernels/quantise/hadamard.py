@@ -16,8 +16,11 @@ def matrix(device: torch.device | str = "cpu", size: int = SIZE) -> Tensor:
     """
     square = torch.ones(1, 1, device=device)
     while len(square) < size:
-        square = torch.cat([torch.cat([square, square], 1), torch.cat([square, -square], 1)])
-    return square.mul_(torch.tensor(SIGNS[:size], device=device)[:, None]).div_(size**0.5)
+        upper = torch.cat([square, square], 1)
+        lower = torch.cat([square, -square], 1)
+        square = torch.cat([upper, lower])
+    signs = torch.tensor(SIGNS[:size], device=device)
+    return square.mul_(signs[:, None]).div_(size**0.5)
 
 
 def transform(x: Tensor, size: int = SIZE) -> Tensor:

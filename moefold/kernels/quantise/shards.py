@@ -42,7 +42,9 @@ class BlockGrid:
     def amax_shape(self) -> tuple[int, ...]:
         """Shape of the largest magnitudes of blocks: [(G,) B, A]."""
         height, width = self._block
-        return (*self.batch_shape, -(-self.rows // height), -(-self.columns // width))
+        down = -(-self.rows // height)
+        across = -(-self.columns // width)
+        return (*self.batch_shape, down, across)
 
     @property
     def _block(self) -> tuple[int, int]:
@@ -98,5 +100,7 @@ class BlockGrid:
         offset = start - first * columns
         values_NC.view(-1)[offset : offset + shard_L.numel()] = shard_L
         number_N = torch.arange(first, last, device=shard_L.device)
-        block_row_N = number_N // self.rows * self.amax_shape[-2] + number_N % self.rows // height
-        return F.pad(values_NC, (0, -columns % width)).unflatten(1, (-1, width)), block_row_N
+        matrix_N = number_N // self.rows
+        block_row_N = matrix_N * self.amax_shape[-2] + number_N % self.rows // height
+        padded_NC = F.pad(values_NC, (0, -columns % width))
+        return padded_NC.unflatten(1, (-1, width)), block_row_N

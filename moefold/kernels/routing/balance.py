@@ -213,7 +213,8 @@ def update_balance_counters(
     programs, experts = partials_PE.shape
     ranks = 0 if by_rank_DE is None else by_rank_DE.shape[0]
     columns = min(32, next_power_of_2(experts))
-    _update_counters[(cdiv(experts, columns),)](
+    blocks = cdiv(experts, columns)
+    _update_counters[(blocks,)](
         partials_PE, load_E, sent_E, by_rank_DE, load_sum_E, sent_sum_E, tokens, plain_sum_E,
         probability_sum_E, running_E, programs, experts, valid, ranks, rank,
         next_power_of_2(MAX_PROGRAMS), columns,

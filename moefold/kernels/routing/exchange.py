@@ -93,7 +93,8 @@ def count_exchanged_rows(
     (ranks, slices, _) = ends_PSB.shape
     lanes = next_power_of_2(local_experts)
     senders = max(1, ELEMENTS // lanes)
-    _exchange_counts[(cdiv(ranks * slices, senders),)](
+    blocks = cdiv(ranks * slices, senders)
+    _exchange_counts[(blocks,)](
         ends_PSB.contiguous(), ends_B, *results, ranks, slices, local_experts, rank, senders, lanes
     )
     return results

@@ -83,7 +83,8 @@ def describe_backends(
         choice = choose_backend(requested, spec._replace(product=product, grouped=grouped))
         by_choice.setdefault(choice, []).append(f"{product} of experts" if grouped else product)
     for (backend, why), names in by_choice.items():
-        yield f"{', '.join(names) if len(by_choice) > 1 else 'all'} {backend.name} ({why})"
+        products = ", ".join(names) if len(by_choice) > 1 else "all"
+        yield f"{products} {backend.name} ({why})"
 
 
 def _test_failure(backend: Emulated, spec: ProductSpec) -> str:

@@ -48,9 +48,8 @@ class _Activation(Function):
         saved: tuple[Tensor, ...] = (h_N2F,)
         if hidden is not None:
             cuts = row_chunks(h_N2F) or [slice(0)]
-            quantised = concatenate(
-                [encode(h_N2F[cut].unflatten(1, (2, -1)), hidden) for cut in cuts]
-            )
+            chunks = [h_N2F[cut].unflatten(1, (2, -1)) for cut in cuts]
+            quantised = concatenate([encode(chunk, hidden) for chunk in chunks])
             saved = quantised.codes, quantised.scales
         ctx.save_for_backward(p_N, *saved)
         ctx.hidden = hidden

@@ -207,8 +207,10 @@ def concatenate(chunks: list[Quantised]) -> Quantised:
     scales = first.scales
     if first.format.columns is not None:
         scales = cat([chunk.scales for chunk in chunks])
-    shape = torch.Size((sum(chunk.shape[0] for chunk in chunks), *first.shape[1:]))
-    return replace(first, codes=cat([chunk.codes for chunk in chunks]), scales=scales, shape=shape)
+    rows = sum(chunk.shape[0] for chunk in chunks)
+    shape = torch.Size((rows, *first.shape[1:]))
+    codes = cat([chunk.codes for chunk in chunks])
+    return replace(first, codes=codes, scales=scales, shape=shape)
 
 
 class QuantisedRows(NamedTuple):

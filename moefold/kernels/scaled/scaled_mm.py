@@ -79,9 +79,7 @@ def _operand(x_RK: Quantised) -> tuple[Any, ...]:
         args = [swizzled(scales)], [scaling.BlockWise1x32], [swizzle.SWIZZLE_32_4_4]
         return pad(codes, 16, 32), *args
     assert x_RK.matrix_scale is not None
-    return (
-        pad(codes, 16, 16).view(torch.float4_e2m1fn_x2),
-        [swizzled(scales), x_RK.matrix_scale.flatten()],
-        [scaling.BlockWise1x16, scaling.TensorWise],
-        [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE],
-    )
+    pairs = pad(codes, 16, 16).view(torch.float4_e2m1fn_x2)
+    both_scales = [swizzled(scales), x_RK.matrix_scale.flatten()]
+    recipes = [scaling.BlockWise1x16, scaling.TensorWise]
+    return pairs, both_scales, recipes, [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]

@@ -143,7 +143,9 @@ class Adapter:
         """Return views of B, one per part, each with one matrix per group."""
         if self.num_a > 1:
             return b.unbind(0)
-        return (b.view(*b.shape[:-3], -1, b.shape[-1]) if self.gated else b,)
+        if self.gated:
+            b = b.view(*b.shape[:-3], -1, b.shape[-1])
+        return (b,)
 
     def _inner(self, x_NI: Tensor) -> Tensor:
         """Return ``scale * A x``, [N, J * r]."""
@@ -273,7 +275,9 @@ class _GatedFfn(Function):
 
         def product_in(into: Tensor | None) -> Tensor:
             # ``view``, which fails rather than copies: a copy would swallow the gradient.
-            flat = None if into is None else into.view(*into.shape[:-3], -1, into.shape[-1])
+            flat = None
+            if into is not None:
+                flat = into.view(*into.shape[:-3], -1, into.shape[-1])
             return products.weight_gradient(dh_N2F, x_ND, flat).unflatten(-2, (2, -1))
 
         product_out = partial(products.weight_gradient, dy_ND, a_NF)

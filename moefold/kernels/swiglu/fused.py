@@ -74,9 +74,8 @@ def swiglu_forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     columns = min(COLUMNS, next_power_of_2(width))
     tile = max(1, 2048 // columns)
     if a_NF.numel():
-        _forward[(cdiv(rows, tile), cdiv(width, columns))](
-            h_N2F.contiguous(), p_N, a_NF, rows, width, p_N is not None, tile, columns
-        )
+        grid = (cdiv(rows, tile), cdiv(width, columns))
+        _forward[grid](h_N2F.contiguous(), p_N, a_NF, rows, width, p_N is not None, tile, columns)
     return a_NF
 
 
@@ -89,7 +88,8 @@ def swiglu_backward(
     columns = min(COLUMNS, next_power_of_2(width))
     tile = max(1, 2048 // columns)
     if rows:
-        _backward[(cdiv(rows, tile),)](
+        programs = cdiv(rows, tile)
+        _backward[(programs,)](
             h_N2F.contiguous(), p_N, da_NF.contiguous(), dh_N2F, dp_N, a_NF, rows, width,
             p_N is not None, tile, columns,
         )  # fmt: skip

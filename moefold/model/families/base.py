@@ -401,7 +401,10 @@ def vocab_violations(path: FieldPath, rows: int | None, vocab: int) -> Iterator[
 
 def raise_violations(violations: Iterable[Violation], prefix: str = "model.") -> None:
     """Raise ``ValueError`` with all violations, if there are any."""
-    messages = [f"{prefix}{dotted(v.path)} is {v.value!r}: {v.rule}" for v in violations]
+    messages = []
+    for violation in violations:
+        path = prefix + dotted(violation.path)
+        messages.append(f"{path} is {violation.value!r}: {violation.rule}")
     if messages:
         raise ValueError("; ".join(messages))
 

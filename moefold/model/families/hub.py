@@ -334,8 +334,9 @@ def export_notes(decoder: Decoder) -> list[str]:
         )
     if any(m.capacity for m in moes):
         notes.append("capacity is left out: transformers drops no tokens")
-    kinds = {str(getattr(t, "kind", t)) for m in moes for t in m.balance if not isinstance(t, Aux)}
-    notes += [f"balance term {k} is left out: config.json has no field for it" for k in kinds]
+    unwritten = [term for moe in moes for term in moe.balance if not isinstance(term, Aux)]
+    kinds = {str(getattr(term, "kind", term)) for term in unwritten}
+    notes += [f"balance term {kind} is left out: config.json has no field for it" for kind in kinds]
     if any(sum(isinstance(t, Aux) for t in m.balance) > 1 for m in moes):
         notes.append("only the first aux loss is written: config.json has one coefficient")
     return sorted(notes)

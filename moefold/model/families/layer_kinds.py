@@ -71,7 +71,8 @@ class DenseSteps(ConfigField):
         step = config.get_interval("decoder_sparse_step", 1)
         listed = config.get("mlp_only_layers", list, [])
         layers = range(config.get("num_hidden_layers", int))
-        return {"shape.dense_layers": tuple(n for n in layers if n in listed or (n + 1) % step)}
+        dense = tuple(n for n in layers if n in listed or (n + 1) % step)
+        return {"shape.dense_layers": dense}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the list, with a step of 1, which adds no layers."""
@@ -192,7 +193,9 @@ LAYER_LISTS = "full_attn_layers", "kda_layers"
 def kimi_full(config: ConfigReader, layer: int) -> bool:
     """Return whether a layer has full attention, by ``linear_attn_config`` or Kimi's default."""
     listed = config.get("linear_attn_config", dict, {}).get(LAYER_LISTS[0])
-    return layer > 0 and layer % 4 == 0 if listed is None else layer + 1 in listed
+    if listed is None:
+        return layer > 0 and layer % 4 == 0
+    return layer + 1 in listed
 
 
 class LingDeltaNets(ConfigField):
@@ -365,7 +368,9 @@ def prefix_full(config: ConfigReader, layer: int) -> bool:
     first = config.get("first_k_dense_replace", int, 0)
     prefix = config.get_interval(_PREFIX, 1)
     step = config.get_interval("sliding_window_pattern", 4)
-    return (layer + 1) % prefix == 0 if layer < first else (layer - first + 1) % step == 0
+    if layer < first:
+        return (layer + 1) % prefix == 0
+    return (layer - first + 1) % step == 0
 
 
 class WindowSwitch(ConfigField):

@@ -69,8 +69,13 @@ class JoinedRows:
 
     def disk_rows(self, first: int = 0, end: int | None = None) -> list[int]:
         """Return the rows on disk of the parameter's rows ``first`` to ``end``."""
-        rows = range(first, self.groups * self.length if end is None else end)
-        return [n // self.length * self.total + self.start + n % self.length for n in rows]
+        if end is None:
+            end = self.groups * self.length
+        numbers = []
+        for row in range(first, end):
+            group, place = divmod(row, self.length)
+            numbers.append(group * self.total + self.start + place)
+        return numbers
 
 
 Table = tuple[ParamMapping, ...]
@@ -191,7 +196,8 @@ def _merge_gate_up(shape: Shape) -> Shape:
     """Return ``[E, 2 * F, D]`` for ``[E, 2, F, D]``, also without E; matrices are unchanged."""
     if len(shape) < 3:
         return shape
-    return (*shape[:-3], shape[-3] * shape[-2], shape[-1])
+    *lead, parts, rows, columns = shape
+    return (*lead, parts * rows, columns)
 
 
 def detect_layout(

@@ -250,10 +250,11 @@ def _shape_problems(part: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) 
     sizes = (site.outputs, site.inputs) if part.exchanged else (site.inputs, site.outputs)
     ranks = site.experts * part.rank
     expected = (ranks, sizes[0]), (sizes[1], ranks)
-    if (shapes[part.a], shapes[part.b]) != expected:
+    found = shapes[part.a], shapes[part.b]
+    if found != expected:
         yield (
-            f"{part.a} and B have shapes {(shapes[part.a], shapes[part.b])}, expected {expected} "
-            f"with rank {part.rank} in {CONFIG}; use the base model that it was trained on"
+            f"{part.a} and B have shapes {found}, expected {expected} with rank {part.rank} in "
+            f"{CONFIG}; use the base model that it was trained on"
         )
 
 
