@@ -21,10 +21,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-PARTS = (
-    "ceilings", "operations", "steps", "state", "offload", "memory", "capture", "stash", "clones",
-    "tables",
-)  # fmt: skip
+from gpu.tables import PARTS
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -82,6 +82,11 @@ class Bench:
         """The script's file, named after the chip."""
         return self.folder / f"{chip(self.device)}_{self.name}.json"
 
+    def read(self) -> None:
+        """Continue with the rows that the script's file has."""
+        if self.file.exists():
+            self.rows = json.loads(self.file.read_text("utf-8"))["rows"]
+
     @property
     def rounds(self) -> int:
         """How often each call is timed."""

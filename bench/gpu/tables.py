@@ -4,6 +4,7 @@ Each chip that has results has its own tables. Where there are none the page say
 tables and pictures of its results go there and not into the docs.
 """
 
+import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,11 @@ No figure of a GPU stands in this repository: none was measured. What is here is
 where a step runs through all branches for accelerators and computes nothing, or it is an estimate
 that says so.
 """
+PARTS = (
+    "ceilings", "operations", "steps", "state", "offload", "memory", "capture", "stash", "clones",
+    "tables",
+)  # fmt: skip
+"""What ``bench/on_gpu.py`` runs, in this order."""
 DRAWN = {"ceilings", "operations"}
 """Parts that the picture is of."""
 FACTS = ("chip", "driver", "torch", "cuda", "triton", "commit")
@@ -75,6 +81,30 @@ def _of_chip(chip: str, parts: Results) -> Iterator[str]:
             yield ""
     if parts.keys() >= DRAWN:
         yield f"![share of bounds](images/roofline_{chip}.png)"
+    yield from _without_result(facts["chip"], parts)
+
+
+def _without_result(chip: str, parts: Results) -> Iterator[str]:
+    """Yield which parts and tests have no result of a chip."""
+    missing = [part for part in PARTS if part not in parts and part != "tables"]
+    passed = {row["name"] for row in parts.get("tests", {"rows": []})["rows"]}
+    tests = [name for name in device_tests() if name not in passed]
+    if not missing and not tests:
+        return
+    yield f"### Without a result on this {chip}\n"
+    if missing:
+        yield f"- Parts of `bench/on_gpu.py`: {', '.join(missing)}."
+    yield from (f"- `{name}`" for name in tests)
+
+
+def device_tests() -> list[str]:
+    """Return the test functions of ``tests/gpu``, each with its file."""
+    return [
+        f"{file.name}::{node.name}"
+        for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+        for node in ast.parse(file.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
 
 
 def _table(titles: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[str]:

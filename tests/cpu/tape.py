@@ -8,8 +8,8 @@ replay of it fills it with what no result can be made of.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 from unittest import mock
@@ -129,19 +129,30 @@ class Tapes:
         Raises:
             RuntimeError: where a value is read.
         """
-        tape = Tape(self._pool)
-        with ExitStack() as stack:
-            for home, name, note in (
-                (collectives.Pending, "__init__", tape.begun), (dist.Work, "wait", tape.waiting)
-            ):  # fmt: skip
-                stack.enter_context(mock.patch.object(home, name, _method(note)))
-            seen = stack.enter_context(watched(get_ident()))
-            stack.enter_context(tape)
+        with recording(self._pool) as tape:
             left = function()
-        if seen:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {dict(seen)}")
         Tapes.made += 1
         return tape.replay, left
+
+
+@contextmanager
+def recording(pool: dict[int, Tensor]) -> Iterator[Tape]:
+    """Record a tape while open, with the memory of those of ``pool``.
+
+    Raises:
+        RuntimeError: where a value was read.
+    """
+    tape = Tape(pool)
+    with ExitStack() as stack:
+        for home, name, note in (
+            (collectives.Pending, "__init__", tape.begun), (dist.Work, "wait", tape.waiting)
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(home, name, _method(note)))
+        seen = stack.enter_context(watched(get_ident()))
+        stack.enter_context(tape)
+        yield tape
+    if seen:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {dict(seen)}")
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

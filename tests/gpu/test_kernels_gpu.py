@@ -39,6 +39,7 @@ LARGE = Size(tokens=2**18 + 64, copies=2, hidden=4096, width=128, experts=16, de
 ROOM = 48 << 30
 
 
+@pytest.mark.real_device
 def test_more_elements_than_31_bits_count() -> None:
     """Permute, grouped products and combine. Plant: 32-bit places of elements."""
     assert LARGE.tokens * LARGE.copies * LARGE.hidden > 2**31
@@ -148,6 +149,7 @@ def test_waiting_is_noticed() -> None:
         x.sum().item()
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
 def test_dirty_memory_reaches_nothing(kernel: str) -> None:
     """The allocator hands out NaN; two steps in a row. Plant: read rows past the last offset."""

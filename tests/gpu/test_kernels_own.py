@@ -13,6 +13,7 @@ APART = "not knows and not 64_bits and not view"
 """Tests of what torch knows of an operation, and of the interpreter's watch, move nothing."""
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("name", FILES)
 def test_values_on_the_device_are_those_of_fp64(name: str) -> None:
     done = run_on("cuda", name)

@@ -33,6 +33,7 @@ from moefold.training.step import gradients
 from tests import references
 from tests.cpu.runs import raw_run
 from tests.cpu.small import padded_rows, relative, same
+from tests.gpu.stand_in import HAS_DEVICE
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {
@@ -133,6 +134,7 @@ def test_two_lanes_give_what_one_after_the_other_does(
         same(other, first, 1e-9)
 
 
+@pytest.mark.real_device
 def test_cudas_sanitizer_finds_no_race_between_the_lanes() -> None:
     """Plant: let the second lane's stream wait for no event."""
     asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -231,15 +233,18 @@ def command(folder: Path, device: torch.device, *words: str) -> subprocess.Compl
     return subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
-def test_the_command_trains_three_steps(device: torch.device, tmp_path: Path) -> None:
+def test_the_command_trains_three_steps(
+    device: torch.device, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """In a process of its own where a device is to be hidden from it, or said by it."""
-    said = ""
-    if torch.cuda.is_available():
+    if HAS_DEVICE:
         done = command(tmp_path, device, "train.steps=3")
         said = done.stdout + done.stderr
         assert done.returncode == 0, said[-8000:]
     else:
         assert main(asked_of(tmp_path, "train.steps=3")) == 0
+        captured = capfd.readouterr()
+        said = captured.out + captured.err
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     losses = [one["lm_loss"] for one in map(json.loads, lines) if "lm_loss" in one]
     assert len(losses) == 3 and 4 < losses[0] < 7 and losses[2] < losses[0]
@@ -247,6 +252,7 @@ def test_the_command_trains_three_steps(device: torch.device, tmp_path: Path) ->
         assert torch.cuda.get_device_name() in said
 
 
+@pytest.mark.real_device
 def test_two_ranks_on_one_device_are_refused(tmp_path: Path) -> None:
     done = command(tmp_path, torch.device("cuda"), "--nproc", "2", "train.steps=3")
     assert done.returncode == 2, done.stdout[-4000:] + done.stderr[-4000:]

@@ -64,6 +64,20 @@ PLANTS = (
         "",
     ),
     Plant(
+        "an exchange waits for an event that nobody recorded",
+        "tests/gpu/test_step_gpu.py::test_two_lanes_give_what_one_after_the_other_does",
+        "parallel/pipeline/lanes.py",
+        "        ready.record()\n",
+        "",
+    ),
+    Plant(
+        "the host reads counts without a wait for their copy",
+        "tests/gpu/test_kernels_gpu.py::test_counts_that_are_read_late_are_those_of_their_time",
+        "moe/dispatch/routing_plan.py",
+        "    copied.record()\n",
+        "",
+    ),
+    Plant(
         "an exchange does not wait for the event of what was computed",
         EACH_LANE,
         "parallel/pipeline/lanes.py",
