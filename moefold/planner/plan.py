@@ -59,7 +59,7 @@ from moefold.spec.tuning import tune
 GB = 1e9
 MAX_NUMBER = 1e18
 """Bound of every number that a plan is given."""
-SEARCHING = "still searching"
+SEARCHING = "the search has not ended"
 """Why there is no layout in a plan that is not complete."""
 OWN = "run"
 """Origin of a run's own layout."""
