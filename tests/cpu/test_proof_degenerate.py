@@ -19,7 +19,7 @@ from moefold.layers.rope import Angles
 from moefold.moe import balance, router
 from moefold.moe.config import Aux, Bias, Capacity, ExpertChoice, Moe, Router, Z
 from moefold.parallel.config import Layout
-from moefold.proof import rank_run
+from moefold.proof import pool, rank_run
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import Outcome, find_degenerate, zero_gradients
 from moefold.proof.modes import ALLOWED, PACKAGE, QUANTISERS, NarrowWatch, ShuffledSums
@@ -59,6 +59,7 @@ def test_a_draw_that_shows_everything_is_kept() -> None:
 def test_an_expert_that_no_seed_reaches_is_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bias keeps it out, and the case does not say so."""
     monkeypatch.setattr(rank_run, "BIAS", 1e3)
+    monkeypatch.setattr(pool, "MAX_SEEDS", 3)
     drawn, found = run_reference(small(moe(router=replaced(DEEPSEEK, groups=None), balance=())))
     assert "layers.0.load_E: expert 0 has 0" in find_degenerate(drawn, found)
 
@@ -115,6 +116,7 @@ def test_nothing_else_is_excused(mixture: Moe) -> None:
 def test_gradients_that_get_lost_are_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the weights of chosen experts, and of a term that one expert's router has."""
     whole, z = router.weights, balance.ZLoss.__call__
+    monkeypatch.setattr(pool, "MAX_SEEDS", 3)
     monkeypatch.setattr(router, "weights", lambda *given: whole(*given).detach())
     monkeypatch.setattr(balance.ZLoss, "__call__", lambda *given: z(*given).detach())
     lost = "gradients of layers.0.moe.router.weight: 0"
