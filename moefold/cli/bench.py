@@ -10,6 +10,10 @@ parts that add up to the step, each beside its plan, and the change that the pla
 
 With --memory it instead runs two steps of one RUN on random tokens, in the given layout, and shows
 each rank's memory by part, planned and measured, after each action of the second step.
+
+With --rank it runs steps of one rank of a layout of any size, alone on this machine: its layers,
+shapes, kernels and schedule, with exchanges replaced by copies of the same size and priced by the
+links of a device. On a CPU sizes are divided by a factor, which is printed.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from moefold.cli._common import (
     plain_table,
     print_json,
 )
+from moefold.cli._lone_rank import add_rank, run_rank
 from moefold.cli._walls import print_walls, walls_json
 from moefold.files import folder_for, try_output
 from moefold.planner.hardware import default_machine_file
@@ -49,6 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", action="store_true", help=text)
     text = "say what bounds a step, by parts that add up to it"
     parser.add_argument("--walls", action="store_true", help=text)
+    add_rank(parser)
     add_layout(parser)
     add_world(parser)
     parser.add_argument("--picture", metavar="FILE", help="with --memory: plot it (default: none)")
@@ -57,19 +63,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    if args.memory and args.walls:
-        raise ValueError("--memory and --walls are two measurements: leave one out")
+    _require_fitting_options(args)
+    if args.rank is not None:
+        return run_rank(args, _only_source(args, "--rank"))
     if args.memory:
         return _compare_memory(args)
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
-    if args.picture is not None:
-        raise ValueError("--picture needs --memory")
     if args.walls:
         return _show_walls(args)
-    for flag in ("layout", "world"):
-        if getattr(args, flag) is not None:
-            raise ValueError(f"--{flag} needs --memory or --walls")
     sources = args.sources or DEFAULT_RUNS
     runs = {source: load_run(source, args.overrides) for source in sources}
     file = Path(args.machine) if args.machine else default_machine_file()
@@ -101,11 +101,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _single_run(args: argparse.Namespace, flag: str) -> tuple[Run, int]:
-    """Return the run that a measurement of one run is of, and its number of ranks."""
+def _require_fitting_options(args: argparse.Namespace) -> None:
+    """Check that options are given with what they are options of."""
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
+    is_given = {"--memory": args.memory, "--walls": args.walls, "--rank": args.rank is not None}
+    kinds = [name for name, given in is_given.items() if given]
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} are {len(kinds)} measurements: leave one out")
+    needs = {
+        "picture": ("--memory",),
+        "shrink": ("--rank",),
+        "links_of": ("--rank",),
+        "layout": tuple(is_given),
+        "world": tuple(is_given),
+    }
+    for option, needed in needs.items():
+        if getattr(args, option) is not None and not set(needed) & set(kinds):
+            raise ValueError(f"--{option.replace('_', '-')} needs {' or '.join(needed)}")
+
+
+def _only_source(args: argparse.Namespace, flag: str) -> str:
+    """Return the run that a measurement of one run is of, by default the first of the defaults."""
     source, *others = args.sources or DEFAULT_RUNS[:1]
     if others:
-        raise ValueError(f"{flag} compares one run: leave {' '.join(others)} out")
+        raise ValueError(f"{flag} measures one run: leave {' '.join(others)} out")
+    return source
+
+
+def _single_run(args: argparse.Namespace, flag: str) -> tuple[Run, int]:
+    """Return the run that a measurement of one run is of, and its number of ranks."""
+    source = _only_source(args, flag)
     run = load_run(source, overrides_of(args))
     return run, run.layout.split.smallest_world if args.world is None else args.world
 

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from moefold.comm.group import Group
 from moefold.comm.world import World
-from moefold.mesh.folding import Folding
+from moefold.mesh.folding import Folding, Ranks
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 HashStore = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 BACKEND = "lone"
 TIME_OUT_S = 30.0
-NOISE = 1 << 16
-"""Random numbers of which received messages consist, again and again."""
+SPREAD = 3**0.5
+"""Largest value of messages, whose variance is 1."""
 
 
 class _Done(dist.Work):
@@ -64,7 +64,7 @@ class LoneGroup(dist.ProcessGroup):
         self.seconds = 0.0
         self._index = index
         self._size = size
-        self._noise: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     @_timed
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> dist.Work:
@@ -117,21 +117,20 @@ class LoneGroup(dist.ProcessGroup):
 
     @_timed
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        """Fill the tensors with random values."""
+        """Fill the tensors with random values; integers with zeros."""
         for x in tensors:
-            if not x.is_meta:
-                _repeat_rows(x.view(-1), self._noise_like(x))
+            if x.is_meta:
+                continue
+            if x.is_floating_point():
+                x.uniform_(-SPREAD, SPREAD, generator=self._draw(x.device))
+            else:
+                x.zero_()
         return _Done()
 
-    def _noise_like(self, x: Tensor) -> Tensor:
-        """Return normal numbers of a tensor's dtype; zeros for integers."""
-        key = x.dtype, x.device
-        if key not in self._noise:
-            draw = torch.Generator().manual_seed(0)
-            numbers = torch.randn(NOISE, generator=draw) if x.is_floating_point() else None
-            numbers = torch.zeros(NOISE) if numbers is None else numbers
-            self._noise[key] = numbers.to(x.dtype).to(x.device)
-        return self._noise[key]
+    def _draw(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        return self._generators[device]
 
     # The names of three operations before torch 2.13.
     _allgather_base = all_gather_single
@@ -150,6 +149,14 @@ class LoneWorld(World):
         second = self._secondary
         beside = second.copy_seconds if isinstance(second, LoneWorld) else 0.0
         return beside + sum(each.seconds for each in handles if isinstance(each, LoneGroup))
+
+    @property
+    def ranks_of(self) -> dict[str, Ranks]:
+        """Ranks of each group by its name."""
+        groups = [*self._by_ranks.values(), *self._by_stages.values()]
+        named = {group.name: group.ranks for group in groups}
+        second = self._secondary
+        return named | (second.ranks_of if isinstance(second, LoneWorld) else {})
 
     def _warm_up(self, group: Group) -> None:
         """Do nothing: there are no connections."""

@@ -403,6 +403,7 @@ class Moe(MoeSpec):
     """Width to which rows are projected before dispatch, and from which sums are projected back;
     router, shared and idle experts read full rows (LatentMoE, arXiv 2601.18089)."""
 
+    widths = ("width", "latent")
     owner = "moefold.moe.layer:MoeFfn"
     caches = True
 

@@ -306,6 +306,14 @@ class MoeSpec(LayerSpec):
             changed["shared"] = self.shared.model_copy(update={"width": width})
         return self.model_copy(update=changed)
 
+    def narrowed(self, factor: int, multiple: int) -> Self:
+        """Return a record with narrower experts, the shared one included; their number stays."""
+        narrow = super().narrowed(factor, multiple)
+        if self.shared is None:
+            return narrow
+        width = min(self.shared.width, round_up(-(-self.shared.width // factor), multiple))
+        return narrow.model_copy(update={"shared": self.shared.model_copy(update={"width": width})})
+
     def without_discrete_choices(self) -> Self:
         """Return a record in which every token goes to all experts."""
         router = self.router.model_copy(update={"top_k": self.router.choices, "groups": None})

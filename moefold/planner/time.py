@@ -87,7 +87,7 @@ class StepTime:
     case: Case = field(repr=False)
     seconds: float
     parts: Mapping[str, float]
-    """Seconds of the slowest rank by part; they add up to ``seconds``."""
+    """Seconds of one rank by part, by default the slowest; they add up to ``seconds``."""
     ranks: tuple[tuple[float, float], ...]
     """Forward and backward seconds of a micro-batch per pipeline rank, with exposed exchanges."""
     hidden: Mapping[str, float]
@@ -116,10 +116,13 @@ def model_flops(case: Case) -> int:
     return case.batch * count(case.decoder).flops([case.seq])
 
 
-def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
+def estimate_time(
+    case: Case, constants: Constants | None = None, rank: int | None = None
+) -> StepTime:
     """Return the time of a step.
 
     Args:
+        rank: the pipeline rank whose parts are returned; default is the slowest.
         constants: constants of devices and software; default is those of the package.
 
     Raises:
@@ -134,7 +137,7 @@ def estimate_time(case: Case, constants: Constants | None = None) -> StepTime:
     passes = PassTime(case.decoder, case_shape(case), setting, LayerPolicy.of(case))
     work = [passes.layers_time(stage) for stage in case.contents.ranks]
     ranks = [passes.micro_batch_time(time, software.overlaps.ep) for time in work]
-    slow = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
+    slow = max(range(len(ranks)), key=lambda at: ranks[at].seconds) if rank is None else rank
     slowest = ranks[slow]
     stage = case.contents.ranks[slow]
     seconds = pipeline_seconds(case.schedule, m, case.sizes.vpp, [rank.seconds for rank in ranks])

@@ -461,6 +461,9 @@ class LayerSpec(Record):
     """Whether the sublayer, with its norm, does not exist."""
     untrained: ClassVar[str | None] = None
     """Description of a kind that can be planned but not trained; None for others."""
+    widths: ClassVar[tuple[str, ...]] = ()
+    """Fields that no axis counts and that may be smaller in a layout of the same sizes: features
+    of a head, a latent or an expert, and tokens of a window."""
     caches: ClassVar[bool] = False
     """Whether rows affect later rows only through ``Flow.cache``, so that generation may use it.
     Each class declares this itself; it is not inherited."""
@@ -526,6 +529,19 @@ class LayerSpec(Record):
         changes = {name: width for name, value in self if type(value) is int and value > width}
         small = self.model_copy(update=changes)
         return self if any(True for _ in small.rules()) else small
+
+    def narrowed(self, factor: int, multiple: int) -> Self:
+        """Return a record whose ``widths`` are ``factor`` times smaller, with as many units.
+
+        ``multiple`` is what axes divide widths by: each is rounded up to it.
+        """
+        stated = {name: getattr(self, name) for name in self.widths}
+        changes = {
+            name: min(width, round_up(-(-width // factor), multiple))
+            for name, width in stated.items()
+            if width is not None
+        }
+        return self.model_copy(update=changes)
 
     def without_discrete_choices(self) -> Self:
         """Return a record without discrete choices that rounding could change."""

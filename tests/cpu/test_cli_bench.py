@@ -118,6 +118,46 @@ def test_memory_is_shown_planned_beside_executed(
     assert "this machine has" in capsys.readouterr().err
 
 
+def test_one_rank_of_many_is_shown_beside_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its layers in its place, with bytes after each action to the byte, and its exchanges."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = "bench tiny train.precision=fp32 train.batch=1024 --world 2048 --rounds 1 --rank 1700"
+    words = [*command.split(), "--layout", "pp2 tp2 ep4"]
+    assert main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["place"]["pp"] == 1 and facts["stage"] == "stage tL" and facts["factor"] == 1
+    assert facts["bytes"]["activations"][0] == facts["bytes"]["activations"][1] > 0
+    assert facts["bytes"]["messages"][0] == facts["bytes"]["messages"][1]
+    exchanges = facts["exchanges"]
+    for kind in ("tp", "dispatch", "dp"):
+        assert exchanges[kind]["seconds"] > 0 < facts["planned_seconds"][kind]
+    assert not exchanges["cp"]["bytes"]
+    assert facts["seconds"]["forward"] > 0 and facts["copy_seconds"] > 0
+    assert "passes" not in facts["planned_seconds"]  # this CPU was not measured
+    assert main([*words, "--shrink", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1,700 of 2,048" in said and "sizes divided by 4" in said
+    assert "run `moefold bench` once" in said and "links of H100" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("tiny --rank 0 --memory", "leave one out"),
+        ("tiny --shrink 2", "--shrink needs --rank"),
+        ("tiny --links-of h100", "--links-of needs --rank"),
+        ("tiny demo --rank 0", "leave demo out"),
+        ("tiny --rank 0 --links-of h10", "H100"),
+        ("tiny --rank 9 --world 8 layout.sizes=ep3", "nearest: 7"),
+    ],
+)
+def test_what_is_wrong_with_one_rank_is_said(words: str, why: str, capsys: Any) -> None:
+    assert main(["bench", *words.split()]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_figures_of_memory_are_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ class DeltaNet(LayerSpec):
     gate_rank: Size | None = None
     """Rank of the gate projection; None is full rank."""
 
+    widths = ("key_dim", "value_dim", "decay_rank", "gate_rank")
     owner = "moefold.layers.delta:DeltaMixer"
     preloads = CHECKPOINTING
     caches = True

@@ -37,6 +37,7 @@ class Dense(LayerSpec):
     blocks: Size = 1
     """Number of equal diagonal blocks of both projections, which are zero elsewhere."""
 
+    widths = ("width", "latent")
     owner = "moefold.layers.ffn:dense_ffn"
     caches = True
 

@@ -59,6 +59,7 @@ class Gqa(LayerSpec):
     gate: bool = False
     """Whether a learned sigmoid gate of the row scales each feature of the heads' output."""
 
+    widths = ("head_dim", "v_dim")
     owner = "moefold.layers.attention:GroupedQueryAttention"
     caches = True
 
@@ -223,6 +224,7 @@ class Windowed(Gqa):
     """Number of tokens that a token attends to, including itself; None is no limit."""
     sinks: bool = True
 
+    widths = (*Gqa.widths, "window")
     owner = "moefold.layers.attention:WindowedAttention"
     caches = True
 
@@ -260,6 +262,7 @@ class Chunked(Gqa):
     temperature: Temperature | None = None
     """Factor on queries that grows with the position."""
 
+    widths = (*Gqa.widths, "chunk")
     owner = "moefold.layers.attention:ChunkedAttention"
     caches = True
 

@@ -51,6 +51,7 @@ class Mla(LayerSpec):
     gate: bool = False
     """Whether a learned sigmoid gate of the row scales each head's output."""
 
+    widths = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")
     owner = "moefold.layers.attention:LatentAttention"
     caches = True
 
