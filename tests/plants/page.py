@@ -51,7 +51,7 @@ PLANTS = (
     ),
     Plant(
         "nothing fits before the search is done",
-        FORM + "test_a_page_asks_what_its_command_asks",
+        FORM + "test_nothing_is_said_to_be_missing_before_the_search",
         "planner/plan.py",
         "        if not self.complete:\n            return None\n",
         "",

@@ -91,6 +91,12 @@ def test_a_layout_that_does_not_suit_the_cluster_does_not_end_the_search(
     assert note.message == question.plan.given_problem
 
 
+def test_nothing_is_said_to_be_missing_before_the_search() -> None:
+    found = ask({"model": "Mixtral-8x7B", "cluster": "h100x8", "batch": "8"}).plan
+    assert found.given is None and found.recommended is None
+    assert found.shortfall is None
+
+
 def test_the_page_begins_with_what_the_command_states() -> None:
     options = {"source": "tiny", "cluster": "h100x2", "batch": 32, "load": 1.2, "tokens": 1e9}
     overrides = ['layout.sizes="pp2"', "layout.zero=2", "train.steps=7", "adapter={kind: lora}"]
