@@ -244,6 +244,11 @@ class PrecisionPolicy:
             entry = self._copies[weight] = (weight._version, values, copy)
         return Operand(weight, entry[2])
 
+    def free_copies(self) -> None:
+        """Free compute copies and codes, which the next use makes anew."""
+        self._copies.clear()
+        self._codes.clear()
+
     def refresh_copies(self) -> None:
         """Update the compute copies now instead of on their next use."""
         for weight, (_, _, copy) in list(self._copies.items()):

@@ -5,7 +5,7 @@ between ordinary tensors and the pool, whose bytes are counted separately.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -167,3 +167,55 @@ def synchronize(tensor: Tensor) -> None:
     """Wait until copies from or to a CUDA tensor on the current stream are complete."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return an identifier of a tensor's storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class MovedTensors:
+    """Tensors whose values are in host memory; their own memory is free until they return.
+
+    The tensor objects stay, and so do all views of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool = HostPool(device)
+        self._device = device
+        self._slots: list[tuple[Tensor, int, HostSlot]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    @torch.no_grad()
+    def move_out(self, tensors: Iterable[Tensor]) -> int:
+        """Move the storages of tensors on the device to host memory; return their bytes.
+
+        Storages that have no memory, or are on another device, stay as they are.
+        """
+        for tensor in {storage_id(each): each for each in tensors}.values():
+            size = tensor.untyped_storage().nbytes()
+            if size and tensor.device.type == self._device.type:
+                slot = HostSlot(self.pool, size)
+                slot.write(storage_bytes(tensor))
+                tensor.untyped_storage().resize_(0)
+                self._slots.append((tensor, size, slot))
+        return self.pool.bytes
+
+    @torch.no_grad()
+    def move_back(self) -> None:
+        """Give all tensors memory on the device again, with their values; free the host's."""
+        slots = self._slots
+        self._slots = []
+        for tensor, size, slot in slots:
+            tensor.untyped_storage().resize_(size)
+            slot.read(storage_bytes(tensor))
+        for tensor, _, slot in slots:
+            synchronize(tensor)
+            slot.free()

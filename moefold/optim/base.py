@@ -6,7 +6,7 @@ named after them, so that a checkpoint of one layout can be loaded in another.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +96,10 @@ class Optimizer(ABC):
     def state(self) -> dict[str, Tensor]:
         """Return the state as ``optim.<parameter>.<what>``: live tensors, not copies."""
         return dict(self._state)
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of the state where they are, even if their values are elsewhere."""
+        return self.state().values()
 
     def _add_state(self, name: str, what: str, tensor: Tensor) -> Tensor:
         """Register a tensor of a parameter's state, to be saved and loaded.

@@ -40,6 +40,14 @@ class StepFigures:
     """Sufficient ``layout.offload.pages.load`` if it was redone as pages overflowed; else 0."""
 
     @property
+    def by_name(self) -> dict[str, float]:
+        """The figures of a step under the names by which they are shown."""
+        means = {"lm_loss": self.lm_loss, "grad_norm": self.grad_norm}
+        rooms = {"needed_rows": self.needed_rows, "needed_load": self.needed_load}
+        terms = {f"router/{name}": value for name, value in self.router_terms.items()}
+        return means | {n: v for n, v in rooms.items() if v} | dict(self.extra_figures) | terms
+
+    @property
     def finite(self) -> bool:
         """Whether loss, gradient norm and router terms are all finite."""
         figures = (self.lm_loss, self.grad_norm, *self.router_terms.values())

@@ -395,17 +395,13 @@ class Trainer:
         metrics: Figures = {
             "step": self.progress.step,
             "tokens": self.progress.tokens,
-            "lm_loss": figures.lm_loss,
-            "grad_norm": figures.grad_norm,
             "lr": next(iter(rates.values())),
             "tokens_per_s": per_second,
             **self.utilisation.figures(per_second * flops),
             "step_time_s": seconds,
         }
-        metrics |= {k: v for k in ("needed_rows", "needed_load") if (v := getattr(figures, k))}
-        metrics |= figures.extra_figures
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
-        return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
+        return metrics | figures.by_name
 
     def _rewind(self, index: int) -> None:
         """Return to the newest checkpoint, or the start; exclude the batch ``index``."""
@@ -449,10 +445,9 @@ class Trainer:
 
     @on_all_ranks
     def evaluate(self, tokens: int | None = None) -> Figures:
-        """Return loss and bits per byte on each held-out set.
+        """Return loss and bits per byte on each held-out set, of about ``tokens`` each.
 
-        Args:
-            tokens: approximate limit of tokens per set; default: ``watch.evaluate``'s, or all.
+        Without a number it is ``watch.evaluate``'s, or all.
         """
         record = self.run.watch.evaluate
         if tokens is None and record is not None:
@@ -468,8 +463,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the current step, and return its folder.
 
-        An existing one is kept only if this process wrote it or read it completely: file sizes
-        alone do not show damage.
+        An existing one is kept only if this process wrote it or read it completely.
         """
         self.saver.poll(wait=True)
         present = self._newest_checkpoint()
@@ -514,6 +508,12 @@ class Trainer:
     def generate(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         """Return the token ids generated after each prompt; options of ``generate_texts``."""
         return generate_texts(self.parts, prompts, self.progress.step, **options)
+
+    @on_all_ranks
+    def offload_all(self) -> int:
+        """Move everything to host memory until the next step, pass or save; return its bytes."""
+        self.executor = step_executor(self.state, self.run.train.routing)  # frees what it holds
+        return self.state.move_out(self.optimizer) + self.objective.move_out()
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to save and end after the current step, from any rank."""

@@ -48,4 +48,25 @@ PLANTS = (
         "if slot.digest != crc32(into[: slot.size]):",
         "if slot.digest is None:",
     ),
+    Plant(
+        "the optimizer's state stays on the device between phases",
+        "tests/cpu/test_training_moved.py::test_a_run_that_is_moved_out_and_back_is_the_run_itself",
+        "parallel/data/sharding.py",
+        "        tensors += [] if optimizer is None else optimizer.tensors()\n",
+        "",
+    ),
+    Plant(
+        "compute copies stay on the device between phases",
+        "tests/cpu/test_training_moved.py::test_a_run_that_is_moved_out_and_back_is_the_run_itself",
+        "parallel/data/sharding.py",
+        "        model.precision_policy.free_copies()\n",
+        "",
+    ),
+    Plant(
+        "host memory of a run that came back is not freed",
+        "tests/cpu/test_training_moved.py::test_a_run_that_is_moved_out_and_back_is_the_run_itself",
+        "offload/slots.py",
+        "            synchronize(tensor)\n            slot.free()\n",
+        "            synchronize(tensor)\n",
+    ),
 )

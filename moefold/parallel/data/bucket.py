@@ -249,6 +249,16 @@ class Bucket:
         """Copy this rank's run in the dtype of products, from masters on any device."""
         self._compute_copy_L = run_L.detach().to(self.values.device, self.dtype, copy=True)
 
+    def free_derived(self) -> None:
+        """Free all that follows from the masters, and gradients; :meth:`refresh_weights` makes the
+        weights anew.
+        """
+        self.wait_unshard()
+        self.begin_step()
+        self._freed_gradients = None
+        self._compute_copy_L = None
+        self._resize(0)
+
     def _resize(self, elements: int) -> None:
         self.values.untyped_storage().resize_(elements * self.values.element_size())
 

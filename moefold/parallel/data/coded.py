@@ -57,6 +57,13 @@ class CodedBucket(Bucket):
         amaxes = self._amaxes, self._matrices, self._local_amaxes
         return [self.values, *(amax for by_name in amaxes for amax in by_name.values())]
 
+    def free_derived(self) -> None:
+        """Free the amaxes, too."""
+        super().free_derived()
+        self._amaxes = {}
+        self._matrices = {}
+        self._local_amaxes = {}
+
     def register_weights(self, policy: PrecisionPolicy) -> None:
         """Register with ``policy`` the functions by which products read the codes."""
         for name, handle in self.handles.items():

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from moefold.offload.disk import DiskFile
-from moefold.offload.slots import AsyncCopies, FileSlot, HostPool, HostSlot, OffloadSlot
+from moefold.offload.slots import (
+    AsyncCopies,
+    FileSlot,
+    HostPool,
+    HostSlot,
+    OffloadSlot,
+    storage_bytes,
+    storage_id,
+)
 from moefold.optim.base import Optimizer
 from moefold.parallel.config import StatePlacement
 from moefold.parallel.data.bucket import Bucket
@@ -68,7 +76,7 @@ class StateOffload:
 
         A tensor that the host updates in host memory stays there, and is only counted.
         """
-        values = _storage_bytes(tensor)
+        values = storage_bytes(tensor)
         slot = None
         if self.file is not None:
             slot = FileSlot(self.file, self.pool, description, values.numel())
@@ -76,15 +84,15 @@ class StateOffload:
             slot = HostSlot(self.pool, values.numel())
         else:
             self.pool.count(values.numel())
-        self._slots[_storage_id(tensor)] = tensor, slot
+        self._slots[storage_id(tensor)] = tensor, slot
         self.write_back([tensor])()
 
     def unregister(self, tensors: Sequence[Tensor]) -> None:
         """Free the slots of tensors that are no longer used."""
         for tensor in tensors:
-            _, slot = self._slots.pop(_storage_id(tensor))
+            _, slot = self._slots.pop(storage_id(tensor))
             if slot is None:
-                self.pool.count(-_storage_bytes(tensor).numel())
+                self.pool.count(-storage_bytes(tensor).numel())
             else:
                 slot.free()
 
@@ -93,14 +101,14 @@ class StateOffload:
         copies = []
         for tensor, slot in self._slots_of(tensors):
             tensor.untyped_storage().resize_(tensor.nbytes)
-            copies.append(self.begin(partial(slot.read, _storage_bytes(tensor))))
+            copies.append(self.begin(partial(slot.read, storage_bytes(tensor))))
         return lambda: _wait(copies)
 
     def write_back(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Start to write tensors back; return a function that waits, then frees their memory."""
         offloaded = list(self._slots_of(tensors))
         copies = [
-            self.begin(partial(slot.write, _storage_bytes(tensor))) for tensor, slot in offloaded
+            self.begin(partial(slot.write, storage_bytes(tensor))) for tensor, slot in offloaded
         ]
 
         def wait() -> None:
@@ -116,7 +124,7 @@ class StateOffload:
         They are in host memory; those on disk are read, and written back by :meth:`flush`. For a
         tensor that is not offloaded, returns the tensor.
         """
-        _, slot = self._slots.get(_storage_id(tensor), (None, None))
+        _, slot = self._slots.get(storage_id(tensor), (None, None))
         if slot is None:
             return tensor.detach()
         start = int(tensor.storage_offset())
@@ -132,7 +140,7 @@ class StateOffload:
 
     def _slots_of(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, OffloadSlot]]:
         for tensor in tensors:
-            _, slot = self._slots[_storage_id(tensor)]
+            _, slot = self._slots[storage_id(tensor)]
             if slot is not None:
                 yield tensor, slot
 
@@ -184,6 +192,11 @@ class OffloadedOptimizer(Optimizer):
             for part in self._parts
             for name, tensor in part.optimizer.state().items()
         }
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of all parts; those that are offloaded have no memory."""
+        for part in self._parts:
+            yield from part.optimizer.tensors()
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Return the learning rates of all parts."""
@@ -244,16 +257,6 @@ class OffloadedOptimizer(Optimizer):
             wait_state()
 
         return wait
-
-
-def _storage_id(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's storage."""
-    return tensor.untyped_storage()._cdata
-
-
-def _storage_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's storage as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _wait(copies: Sequence[Future[Any]]) -> None:

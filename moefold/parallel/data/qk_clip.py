@@ -94,6 +94,10 @@ class ClippedOptimizer(Optimizer):
         """Return the inner optimizer's state."""
         return self._inner.state()
 
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of the inner optimizer's state."""
+        return self._inner.tensors()
+
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Return the inner optimizer's learning rates."""
         return self._inner.lr(lr_factor)

@@ -22,6 +22,7 @@ from moefold.layers.history import all_reduce_amax
 from moefold.layers.placement import Box, Shard
 from moefold.layers.precision import quantised_weights
 from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of
+from moefold.offload.slots import MovedTensors
 from moefold.optim.base import PREFIX, LocalMatrices, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
@@ -118,6 +119,8 @@ class ShardedState:
         self.offload: StateOffload | None = None
         if state.is_offloaded and has_values:
             self.offload = StateOffload(state, world.device, world.rank)
+        self._moved = MovedTensors(world.device)
+        """State that is on the host between two phases of a run."""
         self._build_buckets()
         self._reducer = GradReducer({}, {}, False)
         self.refresh_weights()
@@ -291,9 +294,8 @@ class ShardedState:
 
     def begin_step(self, micro_batches: int) -> None:
         """Drop the last step's gradients; prepare to reduce those of this many micro-batches."""
-        # Also the shards' gradients, which are views of the last step's sums.
-        for parameter in (*self.parts.model.parameters(), *self.params.values()):
-            parameter.grad = None
+        self.move_back()
+        self._drop_gradients()
         for bucket in self.buckets:
             bucket.begin_step()
         for history in self.histories.values():
@@ -306,8 +308,14 @@ class ShardedState:
                 uses[unit] += micro_batches
         self._reducer = GradReducer(self._units, uses, self.parts.layout.zero >= 2)
 
+    def _drop_gradients(self) -> None:
+        """Drop gradients, also those of shards, which are views of the last step's sums."""
+        for parameter in (*self.parts.model.parameters(), *self.params.values()):
+            parameter.grad = None
+
     def hooks_for(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
         """Return the hooks that unshard a chunk's weights for one micro-batch."""
+        self.move_back()
         if not self._units:
             return RESIDENT
         reducer = self._reducer if training else None
@@ -384,6 +392,31 @@ class ShardedState:
         if self.offload is not None:
             self.offload.flush()
 
+    def move_out(self, optimizer: Optimizer | None = None) -> int:
+        """Move all state to host memory until it is next used; return the bytes there.
+
+        Gradients, gathered weights and compute copies are freed. A pass, a step or a checkpoint
+        moves the state back, on all ranks at once.
+        """
+        model = self.parts.model
+        self._drop_gradients()
+        for bucket in self.buckets:
+            bucket.free_derived()
+        model.precision_policy.free_copies()
+        tensors = [*model.parameters(), *model.buffers(), *self.params.values()]
+        tensors += [] if optimizer is None else optimizer.tensors()
+        tensors += [bucket.master_L for bucket in self.buckets if not bucket.offloaded]
+        moved = self._moved.move_out(tensors)
+        if self.parts.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return moved
+
+    def move_back(self) -> None:
+        """Move the state back to the device if it is on the host, and refresh the weights."""
+        if self._moved:
+            self._moved.move_back()
+            self.refresh_weights()
+
     def _stored_values(self, tensor: Tensor) -> Tensor:
         """Return the values of a state tensor, wherever they are stored."""
         return tensor.detach() if self.offload is None else self.offload.stored_values(tensor)
@@ -414,6 +447,7 @@ class ShardedState:
 
     def weights(self) -> Iterator[LocalSlice]:
         """Yield this rank's masters and buffers; call :meth:`refresh_weights` after writes."""
+        self.move_back()
         self._stale = True
         for name, parameter in self.params.items():
             master = self._masters.get(name, parameter)
@@ -433,6 +467,7 @@ class ShardedState:
 
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[LocalSlice]:
         """Yield this rank's optimizer state under its names in a checkpoint."""
+        self.move_back()
         for key, tensor in optimizer.state().items():
             name = _parameter_name(key)
             if key.endswith("_groups"):

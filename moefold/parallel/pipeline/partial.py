@@ -8,6 +8,7 @@ pass share a memory pool, in the order of its parts, which never changes.
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -162,9 +163,13 @@ class PartGraphs:
         for bucket in state.buckets:
             bucket.keeps_gradients = True
             handles.update(bucket.handles.values())
-        # Graphs add to gradients in fixed memory from the first micro-batch on, as buckets have.
         trained = [p for p in state.parts.model.parameters() if p.requires_grad]
-        self._sums = {p: torch.zeros_like(p) for p in trained if p not in handles}
+        self._outside_buckets = [p for p in trained if p not in handles]
+
+    @cached_property
+    def _sums(self) -> dict[Tensor, Tensor]:
+        """Gradients in fixed memory, as buckets have: graphs add to them from the first pass on."""
+        return {p: torch.zeros_like(p) for p in self._outside_buckets}
 
     def begin_step(self, parts: ModelParts, flows: Sequence[Flow]) -> None:
         """Determine which of the step's shapes have graphs; put gradients in their fixed memory."""

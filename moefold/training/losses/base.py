@@ -65,6 +65,10 @@ class Objective:
         """Load what the loss needs besides a trainer's model, on all ranks; return the loss."""
         return self
 
+    def move_out(self) -> int:
+        """Move what the loss keeps on the device to host memory until it is used; return bytes."""
+        return 0
+
     def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> "Objective":
         """Return the loss for a layout proof, which has a small model and no files.
 

@@ -60,6 +60,7 @@ class Distillation(Objective):
     record: Distill
     teacher: ModelParts
     """The teacher's parts on this rank."""
+    _state: ShardedState
 
     def setup(self, job: OpenRun) -> Self:
         """Load the teacher; raises ``DataError`` if its tokenizer differs from the run's."""
@@ -83,8 +84,13 @@ class Distillation(Objective):
             fill_from_folder(imported, state)
         for note in imported.left_out if job.world.rank == 0 else ():
             _log.warning("%s", note)
+        self._state = state
         self.teacher = state.parts
         return self
+
+    def move_out(self) -> int:
+        """Move the teacher's weights to host memory."""
+        return self._state.move_out()
 
     def for_proof(self, parts: ModelParts, decoder: Decoder, seed: int) -> Objective:
         """Return the loss with a copy of the model with other initial values as teacher."""
