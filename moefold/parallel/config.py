@@ -118,6 +118,9 @@ class Layout(Record):
     """CUDA graphs, which reduce launches by the host. ``partial``: of each block's parts except
     exchanges, and of experts where dispatch has a fixed capacity. ``step``: of a step's forward and
     backward as one. Ignored on devices other than CUDA."""
+    graph_experts: bool = True
+    """Whether ``partial`` captures experts, where it can. Their graphs hold all the rows that a
+    rank can receive, in each pass in flight."""
 
     def rules(self) -> Iterator[Violation]:
         """Each axis is named once; :meth:`violations` checks the layout against a model."""
@@ -200,6 +203,10 @@ class Layout(Record):
         for rule, wrong, nearest in broken:
             if wrong:
                 yield Violation(("graphs",), self.graphs, rule, nearest)
+        if not self.graph_experts and (is_step or sizes.ep * sizes.etp == 1):
+            rule = "must be true unless graphs is partial and ep or etp is above 1: only exchanges "
+            rule += "separate experts from the other parts of a block"
+            yield Violation(("graph_experts",), False, rule, True)
         most = 2 if is_step else 1
         if self.zero > most:
             fixed = "weights" if is_step else "weights and gradients"

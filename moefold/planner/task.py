@@ -113,7 +113,8 @@ class TrainingTask:
         """Return the software as it runs in a layout: what overlaps, and what is in CUDA graphs."""
         graphs = self.software.cuda_graphs
         if layout.graphs != "none" and not self.cluster.device.cpu:
-            partial: Graphs = "experts" if has_fixed_rows(layout) else "partial"
+            has_experts = has_fixed_rows(layout) and layout.graph_experts
+            partial: Graphs = "experts" if has_experts else "partial"
             graphs = "full" if layout.graphs == "step" else partial
         return _running(self.software, layout.resolved_schedule.overlaps_passes, graphs)
 

@@ -29,6 +29,7 @@ PADDED, SPREAD = Padded(max_rows=64), Spread(max_rows=150)
 PAGES = Offload(pages=OffloadToPages(page=8, load=4))
 FEW: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("gqa", 4, {"sizes": "tp2 ep4", "dispatch": PADDED}),
+    ("mla", 2, {"sizes": "ep2", "dispatch": PADDED, "graph_experts": False}),
 )
 MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("gqa", 1, {}),

@@ -39,7 +39,7 @@ MORE: tuple[dict[str, Any], ...] = (
     {"sizes": "pp2 vpp2 ep2", "graphs": "partial", "schedule": "zb_v", "dispatch": PADDED},
     {"sizes": "pp2 tp2", "graphs": "partial", "schedule": "gpipe", "zero": 0},
     {"sizes": "pp2 ep2", "graphs": "partial", "dispatch": PADDED, "offload": PAGES},
-    {"sizes": "cp2 ep4", "graphs": "partial", "dispatch": PADDED},
+    {"sizes": "cp2 ep4", "graphs": "partial", "dispatch": PADDED, "graph_experts": False},
     {"sizes": "cp2 tp2 ep2", "graphs": "partial", "recompute": {"kind": "full"}},
     {"sizes": "cp2", "graphs": "partial", "context": "all_gather", "recompute": PARTS},
     {"sizes": "pp2 ep2", "graphs": "partial", "schedule": "merged", "dispatch": PADDED},

@@ -191,4 +191,11 @@ PLANTS = (
         "lambda: to_dict(resolve_layout(run, cluster_of(world)))",
         "lambda: resolve_layout(run, cluster_of(world))",
     ),
+    Plant(
+        "experts are captured though the layout leaves them out",
+        "tests/cpu/test_planner_graphs.py::test_what_graphs_hold_is_planned",
+        "parallel/pipeline/partial.py",
+        "isinstance(layout.dispatch, FixedShape) and layout.graph_experts",
+        "isinstance(layout.dispatch, FixedShape)",
+    ),
 )

@@ -35,6 +35,7 @@ def found(given: dict[str, Any], world: int, **moe: Any) -> list[Violation]:
         ({"graphs": "step", **PAIRS}, "graphs", "partial"),
         ({"graphs": "step", "sizes": "tp2", "zero": 3}, "zero", 2),
         ({"graphs": "partial", "sizes": "tp2", "zero": 2}, "zero", 1),
+        ({"graphs": "partial", "sizes": "tp2", "graph_experts": False}, "graph_experts", True),
         ({"graphs": "partial", "offload": HOST}, "graphs", "none"),
         ({"graphs": "step", **SPILL, "zero": 0}, "graphs", "none"),
         ({"graphs": "partial", "state": {"at": "host"}}, "graphs", "none"),

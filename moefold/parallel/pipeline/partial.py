@@ -159,7 +159,8 @@ class PartGraphs:
         layout = state.parts.layout
         handles = set[Tensor]()
         self._no_exchange = layout.split.ep * layout.split.etp == 1
-        self._static_shapes = self._no_exchange or isinstance(layout.dispatch, FixedShape)
+        fixed = isinstance(layout.dispatch, FixedShape) and layout.graph_experts
+        self._captures_experts = self._no_exchange or fixed
         for bucket in state.buckets:
             bucket.keeps_gradients = True
             handles.update(bucket.handles.values())
@@ -199,7 +200,9 @@ class PartGraphs:
 
     def _is_graphed(self, index: int, exchanges: Sequence[bool]) -> bool:
         between = any(exchanges[:index]) and any(exchanges[index:])
-        return self._no_exchange or not (exchanges[index] or (between and not self._static_shapes))
+        return self._no_exchange or not (
+            exchanges[index] or (between and not self._captures_experts)
+        )
 
     def release(self, graphs: GraphedPass) -> None:
         """Return graphs to the pool, once their outputs are no longer needed."""
