@@ -69,8 +69,8 @@ PLANTS = (
         "group.weight_decay is not None:",
     ),
     Plant(
-        "a group's rate does not follow the schedule",
-        GROUPS_APART,
+        "the rate of a momentum does not follow the schedule",
+        SGD_TORCH,
         "optim/lists.py",
         "                lr = settings.lr * lr_factor\n",
         "                lr = settings.lr\n",
