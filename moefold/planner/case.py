@@ -32,6 +32,7 @@ from moefold.spec.codes import coded_blocks
 from moefold.spec.decoder import model_needs
 from moefold.spec.forward_only import mark_forward_only
 from moefold.spec.layer import Modules
+from moefold.spec.reference import Reference
 from moefold.spec.stages import default_stages
 
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
@@ -224,6 +225,8 @@ class Case:
     """Rows of the most loaded expert rank over the mean, with clones; 1 is forced balance."""
     number_formats: NumberFormats = NumberFormats()
     software: Software = Software()
+    reference: Reference | None = None
+    """What the loss needs besides the model."""
 
     def __post_init__(self) -> None:
         """Check that a run could have these values."""

@@ -32,6 +32,7 @@ from moefold.planner.memory_graphs import chunk_static_bytes, micro_batch_bytes
 from moefold.planner.memory_saved import layer_shape, saved_tensors_of
 from moefold.planner.memory_state import StateBytes, StateSharding
 from moefold.planner.memory_steps import RunningAction, peak_candidates, running_actions
+from moefold.planner.reference import reference_bytes
 from moefold.planner.time_data import collective_counter
 from moefold.spec.pages import ChunkBlocks, count_pages, page_bytes, unpaged
 
@@ -211,7 +212,7 @@ def fullest_rank(case: Case) -> StageMemory:
 def with_fewest_micro_batches(case: Case) -> Case:
     """Return a case with fewer micro-batches and the same peak memory."""
     m = equivalent_micro_batches(case.schedule, case.sizes.pp, case.num_micro_batches)
-    if m == case.num_micro_batches or case.software.cuda_graphs == "full":
+    if m == case.num_micro_batches or case.software.cuda_graphs == "full" or case.reference:
         return case
     return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
@@ -377,6 +378,8 @@ def stage_bytes(case: Case, rank: int, estimator: ChunkEstimator | None = None) 
     if (pages := case.offload.pages) is not None:
         device, host = page_bytes(*rank_pages(case, rank), pages.page)
         state = replace(state, pages=device, offloaded_pages=host)
+    if case.reference is not None:
+        state = replace(state, reference=reference_bytes(case, rank))
     state, chunks, passes = add_graph_memory(case, rank, state, chunks)
     if contents.embedding and len(chunks) > 1 and (contents.multi_token or case.decoder.tied):
         # A later chunk that reads the table runs its backward first, and allocates its gradient.

@@ -14,7 +14,8 @@ that its output is not saved. Section 4.1.4 there states what recompute of ``lay
 ``moe_act`` and ``mla_up_proj`` drops.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from moefold.model.config import Block
@@ -125,6 +126,14 @@ def saved_tensors_of(case: Case, block: Block) -> tuple[Saved, ...]:
 def saved_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     """Return the bytes that are saved under a recompute policy."""
     return sum(part.bytes for part in parts if part.is_saved_under(recompute))
+
+
+def saved_by_module(saved: Sequence[tuple[Saved, int]], recompute: Modules) -> Counter[str]:
+    """Return the bytes by module of tensors, with their numbers, under a recompute policy."""
+    sizes = Counter[str]()
+    for tensor, number in saved:
+        sizes[tensor.module] += tensor.bytes * number * tensor.is_saved_under(recompute)
+    return sizes
 
 
 @memoize(1 << 12)

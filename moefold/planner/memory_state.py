@@ -23,6 +23,8 @@ product and one, transposed, for the gradient of its input."""
 GATHERED_CODE_BYTES = {"fp8_tensor": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}
 """Bytes per element that data ranks gather of a weight, where one set of codes serves all of its
 products."""
+OPTIONAL_PARTS = ("pages", "graphs", "reference")
+"""Parts of memory that are listed only where there are some."""
 BF16_BYTES = 2
 """Bytes per element of bfloat16 weights next to codes."""
 Part = int | Literal["norm", "head", "embedding"]
@@ -48,6 +50,8 @@ class StateBytes:
     """Pages in host memory; not part of the total."""
     graphs: float = 0.0
     """Static inputs and outputs of CUDA graphs."""
+    reference: float = 0.0
+    """Weights of a teacher, and what the loss reads of its results."""
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
         return StateBytes(*map(add, vars(self).values(), vars(other).values()))
@@ -66,8 +70,7 @@ class StateBytes:
         sizes = {
             name: size for name, size in vars(self).items() if not name.startswith("offloaded_")
         }
-        # Most runs have neither pages nor graphs.
-        absent = [name for name in ("pages", "graphs") if not sizes[name]]
+        absent = [name for name in OPTIONAL_PARTS if not sizes[name]]
         return {name: size for name, size in sizes.items() if name not in absent}
 
     @property

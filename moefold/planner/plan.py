@@ -17,6 +17,7 @@ from moefold.config.base import to_dict, without_defaults
 from moefold.config.errors import RunError, Violation, dotted
 from moefold.layers.config import MAX_SIZE, Full
 from moefold.mesh.pipeline import Stages
+from moefold.model.config import Decoder
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case, Recipe, require_load
 from moefold.planner.goodput import Faults, Goodput, Price, RunCost, goodput, run_cost
@@ -49,12 +50,14 @@ from moefold.planner.task import (
     task_from_model,
     task_from_run,
     untrained_kinds,
+    with_loss,
 )
 from moefold.planner.time import StepTime, estimate_time
 from moefold.run import Run, load_run, recipes
 from moefold.spec.decoder import model_needs, with_multi_token
 from moefold.spec.quantised import legal_rows_setting
-from moefold.spec.tuning import tune
+from moefold.spec.reference import adapter_violation, stated_loss
+from moefold.spec.tuning import has_adapters, tune
 
 GB = 1e9
 MAX_NUMBER = 1e18
@@ -321,8 +324,8 @@ def plan(
         faults: rate and cost of device failures.
         price: price of a device-hour.
         top: number of layouts to return.
-        overrides: ``path=value`` overrides of a run file; of a published model ``adapter=`` and
-            ``train.freeze=``.
+        overrides: ``path=value`` overrides of a run file; of a published model ``adapter=``,
+            ``train.freeze=`` and ``train.loss=``, whose teacher may be a published model too.
 
     Raises:
         ValueError: the run, model or device does not exist, a published model has no batch, or a
@@ -472,7 +475,19 @@ def _resolve_task(
         raise ValueError(f"{name} is a published model: it needs --batch (sequences per step)")
     recipe = None if precision is None else stated_recipe(precision, cluster.device)
     task = task_from_model(published_model(name), cluster, batch, seq or DEFAULT_SEQ, load, recipe)
-    return replace(task, decoder=tune(task.decoder, overrides)), None, None
+    loss, others = stated_loss(overrides, task.decoder.vocab, _published_decoder)
+    if loss is not None:
+        task = with_loss(task, loss)
+    tuned = tune(task.decoder, others)
+    if loss is not None and loss.needs_adapter and not has_adapters(tuned):
+        raise RunError([adapter_violation()], source="override")
+    return replace(task, decoder=tuned), None, None
+
+
+def _published_decoder(name: str) -> Decoder | None:
+    """Return a published model's description; None if no model has that name."""
+    known = find_model(name)
+    return published_model(known).decoder if known else None
 
 
 def _given_layout(task: TrainingTask, layout: Layout | None) -> tuple[PlannedLayout | None, str]:

@@ -10,7 +10,7 @@ fastest.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice, product
 from math import inf
@@ -26,17 +26,18 @@ from moefold.planner.case import (
     distinct_blocks,
 )
 from moefold.planner.layouts import DEVICE, make_dispatch, make_layout, make_offload
-from moefold.planner.memoize import memoize
 from moefold.planner.memory import peak_within, software_overheads
 from moefold.planner.memory_chunk import two_largest, unsharded_units
-from moefold.planner.memory_saved import saved_tensors_of
-from moefold.planner.memory_state import StateSharding, state_estimator
+from moefold.planner.memory_saved import saved_by_module, saved_tensors_of
+from moefold.planner.memory_state import StateBytes, StateSharding, state_estimator
 from moefold.planner.network import even_domains
 from moefold.planner.recompute import MEMORY_RESERVE
+from moefold.planner.reference import frozen_model
 from moefold.planner.search_space import (
-    MAX_VIRTUAL_STAGES,
+    DISPATCHERS,
     Foldings,
     SearchSpace,
+    virtual_stages,
     with_separate_multi_token,
 )
 from moefold.planner.task import TrainingTask
@@ -68,13 +69,16 @@ from moefold.planner.time_work import (
     work_shape,
 )
 from moefold.planner.untrained import without_feed_forward
-from moefold.schedule.config import Interleaved, OneFOneB, Schedule, VShapedSchedule, ZeroBubbleH1
+from moefold.schedule.config import Schedule
 from moefold.spec.decoder import has_routing, model_weights
 from moefold.spec.forward_only import num_passes
-from moefold.spec.layer import Modules, Saved, Shape, as_layer_spec
+from moefold.spec.layer import Modules, Shape, as_layer_spec
 
 MEMORY_SLACK = 1.1
 """Memory of balanced stages over the limit at which stages of equal time are still tried."""
+
+LEAST_FORWARD = 0.9
+"""Share of a forward without exchanges that is counted in its lower bound."""
 
 RecomputeOffload = tuple[Modules, Modules]
 """Modules that are recomputed, and modules whose activations are offloaded to the host."""
@@ -269,7 +273,8 @@ class Search:
                     for zero, state in space.zero_and_states(pp) if m else ():
                         total = self._state_bytes(grids, pp, m, zero, state)
                         total += options[-1][1] * min(m, pp)
-                        bound = total / pp * (1 + software.fragmentation) + software.context
+                        least = max(total / pp, self._least_state(grids, pp, zero, state))
+                        bound = least * (1 + software.fragmentation) + software.context
                         yield bound, PipelineDepth(grids, pp, m, zero, state, saving)
 
     def _least_cases(self, space: SearchSpace, depth: PipelineDepth) -> Iterator[Case]:
@@ -310,16 +315,23 @@ class Search:
     ) -> Iterator[tuple[float, int, PipelineDepth]]:
         """Yield every pipeline depth with the recompute and offload choices that could fit."""
         software = software_overheads(self.task.cluster.device)
-        options = self._recompute_options(space, grids)
         tensor_limit = (limit - software.context) / (1 + software.fragmentation)
+        # Bytes that are left for a micro-batch's activations in all layers.
+        rooms = list[tuple[float, int, int, int, StatePlacement]]()
         for pp in self.foldings.pipeline_sizes(grids.tp, grids.cp, grids.ep, grids.etp):
             m = self.num_micro_batches(grids, pp)
             for zero, state in space.zero_and_states(pp) if m else ():
                 free = tensor_limit * pp - self._state_bytes(grids, pp, m, zero, state)
-                fitting = tuple(option for option, size in options if size * min(m, pp) <= free)
-                if fitting:
-                    depth = PipelineDepth(grids, pp, m, zero, state, fitting)
-                    yield self.lower_bound(space, depth), 1, depth
+                if free >= 0 and self._least_state(grids, pp, zero, state) <= tensor_limit:
+                    rooms.append((free / min(m, pp), pp, m, zero, state))
+        if not rooms:
+            return
+        options = self._recompute_options(space, grids, max(rooms, key=lambda room: room[0])[0])
+        for room, pp, m, zero, state in rooms:
+            fitting = tuple(option for option, size in options if size <= room)
+            if fitting:
+                depth = PipelineDepth(grids, pp, m, zero, state, fitting)
+                yield self.lower_bound(space, depth), 1, depth
 
     def schedules(
         self, space: SearchSpace, depth: PipelineDepth, limit: float
@@ -341,7 +353,8 @@ class Search:
                     continue
                 for vpp in virtual_stages(schedule, pp, m, self.foldings.layers):
                     partial = PipelineLayout(depth, schedule, vpp, dispatch)
-                    yield pipeline_seconds(schedule, m, vpp, ranks) + outside, 2, partial
+                    later = self._reference_seconds(depth, vpp) - self._reference_seconds(depth, 1)
+                    yield pipeline_seconds(schedule, m, vpp, ranks) + outside + later, 2, partial
 
     def stages(
         self, space: SearchSpace, partial: PipelineLayout, limit: float
@@ -529,7 +542,28 @@ class Search:
                 self._cache[key] = DataSeconds(**{"between" if depth.zero == 3 else "end": seconds})
         m = depth.num_micro_batches
         exposed = min_exposed_seconds(self._cache[key], depth.zero, m, slowest, rates)
-        return self._fixed_seconds(grids, depth.state) + exposed
+        return self._fixed_seconds(grids, depth.state) + exposed + self._reference_seconds(depth, 1)
+
+    def _reference_seconds(self, depth: PipelineDepth, vpp: int) -> float:
+        """Return a lower bound of the seconds of a reference's forwards: for each, the slowest
+        rank's share or, with virtual stages, all from its first stage to its last.
+        """
+        reference = self.task.reference
+        if reference is None or not (reference.runs_model or reference.teacher):
+            return 0.0
+        key = "reference", depth.grids
+        if key not in self._cache:
+            decoder = frozen_model(reference.teacher or self.task.decoder)
+            contents = StageContents(tuple(sorted(Counter(distinct_blocks(decoder)[1]).items())))
+            forward = list[float]()
+            for name in DISPATCHERS if depth.grids.ep * depth.grids.etp > 1 else ("local",):
+                shape, setting, policy = self._layer_inputs(depth.grids, name)
+                passes = PassTime(decoder, shape._replace(hidden=decoder.hidden), setting, policy)
+                parts = passes.layers_time(contents).forward
+                forward.append(sum(parts.values()) - parts.get("dispatch", 0.0))
+            self._cache[key] = LEAST_FORWARD * min(forward)
+        between = (depth.pp * (vpp - 1) + 1) / (depth.pp * vpp)
+        return depth.num_micro_batches * self._cache[key] * between
 
     def _fixed_seconds(self, grids: Grids, state: StatePlacement) -> float:
         """Return a lower bound of seconds outside layers, including updates on the host."""
@@ -545,47 +579,88 @@ class Search:
         """Return the bytes of state on all ranks of a pipeline at the peak of activations, with
         gradients unless the first backward, after the peak of few micro-batches, allocates them.
         """
+        state, unsharded, _ = self._state(grids, pp, zero, placement)
+        late_gradients = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
+        constant = state.total - (state.gradients if late_gradients else 0.0)
+        # Unsharded tensors of a pass are in use at the peak; a pipeline's rank has a part of them.
+        return constant + unsharded
+
+    def _least_state(self, grids: Grids, pp: int, zero: int, placement: StatePlacement) -> float:
+        """Return a lower bound of the bytes of the fullest rank's state, with all gradients, as at
+        the optimizer's step: some rank has its share of the most common layers, rounded up.
+        """
+        state, _, layer = self._state(grids, pp, zero, placement)
+        return max(state.total / pp, -(-self.most_common[1] // pp) * layer)
+
+    def _state(
+        self, grids: Grids, pp: int, zero: int, placement: StatePlacement
+    ) -> tuple[StateBytes, float, float]:
+        """Return the state of all ranks of a pipeline, the bytes of unsharded tensors of a pass
+        without a pipeline, and the bytes of state of one of the most common layers.
+        """
         key = "state", grids._replace(micro_batch=1, cp=1), pp, zero, placement
         if key not in self._cache:
             case = self._one_batch_case(grids, pp, zero, placement)
             sharding = StateSharding.of(case)
-            units = unsharded_units(case.decoder, sharding, self.all_layers)
-            state = state_estimator(case.decoder, sharding).rank_state(self.all_layers)
-            self._cache[key] = state, sum(map(two_largest, units))
-        state, unsharded = self._cache[key]
-        late_gradients = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
-        constant = state.total - (state.gradients if late_gradients else 0.0)
-        # Unsharded tensors of a pass are in use at the peak; a pipeline's rank has a part of them.
-        return constant + (unsharded if pp == 1 else 0.0)
+            estimator = state_estimator(case.decoder, sharding)
+            layer = estimator.part_state(self.most_common[0]).total
+            inputs = (case.decoder, sharding, self.all_layers)
+            unsharded = sum(map(two_largest, unsharded_units(*inputs))) if pp == 1 else 0.0
+            self._cache[key] = estimator.rank_state(self.all_layers), unsharded, layer
+        return self._cache[key]
 
     def _recompute_options(
-        self, space: SearchSpace, grids: Grids
+        self, space: SearchSpace, grids: Grids, most: float = inf
     ) -> list[tuple[RecomputeOffload, float]]:
-        """Return recompute and offload choices by rising work, with falling bytes of all layers."""
+        """Return recompute and offload choices by rising work, with falling bytes of all layers,
+        which are at most ``most``.
+        """
         # All ep > 1 are alike; with ep = 1 there are also copies of rows that recompute drops.
         wide = grids._replace(ep=max(self.foldings.ep)) if grids.ep * grids.etp > 1 else grids
-        key = "recompute", wide, space.recompute_offload_pairs
+        sizes = self._saved_bytes(space, grids, wide)
+        fitting = {option: size for option, size in sizes.items() if size <= most}
+        key = "recompute", wide, space.recompute_offload_pairs, len(fitting)
         if key not in self._cache:
-            case = self._one_batch_case(grids)
-            saved = [(part, n) for b, n in self.block_counts for part in saved_tensors_of(case, b)]
-            by_work: list[tuple[float, float, RecomputeOffload]] = []
-            sizes: dict[RecomputeOffload, float] = {}
-            recomputes = dict.fromkeys(recompute for recompute, _ in space.recompute_offload_pairs)
-            by_module = {recompute: saved_by_module(saved, recompute) for recompute in recomputes}
-            for recompute, offload in space.recompute_offload_pairs:
-                modules = by_module[recompute]
-                option = (recompute, offload)
-                size = sizes[option] = modules.total() - sum(modules[module] for module in offload)
-                if any(sizes.get((recompute - {module}, offload)) == size for module in recompute):
-                    continue
-                passes = PassTime(self.task.decoder, *self._layer_inputs(wide, "local", option))
-                work = passes.micro_batch_time(passes.layers_time(self.all_layers), False).seconds
-                by_work.append((work, size, option))
+            by_work = [(self._work(wide, option), size, option) for option, size in fitting.items()]
             options: list[tuple[RecomputeOffload, float]] = []
             for _, size, option in sorted(by_work, key=lambda entry: entry[:2]):
                 if not options or size < options[-1][1]:
                     options.append((option, size))
             self._cache[key] = options
+        return self._cache[key]
+
+    def _saved_bytes(
+        self, space: SearchSpace, grids: Grids, alike: Grids
+    ) -> dict[RecomputeOffload, float]:
+        """Return the bytes that all layers save with each recompute and offload, without those in
+        which recompute of some module saves nothing; ``alike`` are the same for alike grids.
+        """
+        key = "saved", alike, space.recompute_offload_pairs
+        if key not in self._cache:
+            case = self._one_batch_case(grids)
+            saved = [(part, n) for b, n in self.block_counts for part in saved_tensors_of(case, b)]
+            recomputes = dict.fromkeys(recompute for recompute, _ in space.recompute_offload_pairs)
+            by_module = {recompute: saved_by_module(saved, recompute) for recompute in recomputes}
+            all_sizes: dict[RecomputeOffload, float] = {}
+            sizes: dict[RecomputeOffload, float] = {}
+            for option in space.recompute_offload_pairs:
+                recompute, offload = option
+                modules = by_module[recompute]
+                size = modules.total() - sum(modules[module] for module in offload)
+                all_sizes[option] = size
+                fewer = (all_sizes.get((recompute - {module}, offload)) for module in recompute)
+                if size not in fewer:
+                    sizes[option] = size
+            self._cache[key] = sizes
+        return self._cache[key]
+
+    def _work(self, grids: Grids, option: RecomputeOffload) -> float:
+        """Return a micro-batch's seconds in all layers with a recompute and offload."""
+        key = "work", grids, option
+        if key not in self._cache:
+            passes = PassTime(self.task.decoder, *self._layer_inputs(grids, "local", option))
+            time = passes.layers_time(self.all_layers)
+            self._cache[key] = passes.micro_batch_time(time, False).seconds
         return self._cache[key]
 
     # --------------------------------------------------------------------------- inputs
@@ -618,22 +693,3 @@ class Search:
         task = replace(self.task, batch=dp * grids.micro_batch)
         layout = make_layout(grids.sizes(pp), zero=zero, state=state)
         return task.case(layout, grids.micro_batch, grids.recipe)
-
-
-def saved_by_module(saved: Sequence[tuple[Saved, int]], recompute: Modules) -> Counter[str]:
-    """Return the bytes by module of tensors, with their numbers, under a recompute policy."""
-    sizes = Counter[str]()
-    for tensor, number in saved:
-        sizes[tensor.module] += tensor.bytes * number * tensor.is_saved_under(recompute)
-    return sizes
-
-
-@memoize(1 << 12)
-def virtual_stages(schedule: Schedule, pp: int, m: int, layers: int) -> tuple[int, ...]:
-    """Return the numbers of virtual stages that a schedule can run."""
-    if pp == 1 or isinstance(schedule, OneFOneB):
-        needs_pipeline = isinstance(schedule, (VShapedSchedule, ZeroBubbleH1, Interleaved))
-        return () if pp == 1 and needs_pipeline else (1,)
-    first = 2 if isinstance(schedule, Interleaved) else 1
-    numbers = range(first, min(MAX_VIRTUAL_STAGES, layers // pp) + 1)
-    return tuple(vpp for vpp in numbers if not any(schedule.violations(pp, vpp, m)))

@@ -15,6 +15,7 @@ from moefold.parallel.config import StatePlacement
 from moefold.planner.case import Recipe
 from moefold.planner.hardware import Device, require_recipe
 from moefold.planner.layouts import DEVICE, THIRD_PARTY_DISPATCHERS, OptimizerOnHost
+from moefold.planner.memoize import memoize
 from moefold.planner.task import TrainingTask
 from moefold.schedule.config import (
     DualPipeV,
@@ -22,6 +23,7 @@ from moefold.schedule.config import (
     Merged,
     OneFOneB,
     Schedule,
+    VShapedSchedule,
     ZeroBubbleH1,
     ZeroBubbleV,
 )
@@ -229,6 +231,17 @@ class Foldings:
         """Return every pp that is legal with the other axes."""
         grid_ranks = math.lcm(tp * cp, ep * etp)
         return [pp for pp in self.pp if self.world % (grid_ranks * pp) == 0]
+
+
+@memoize(1 << 12)
+def virtual_stages(schedule: Schedule, pp: int, m: int, layers: int) -> tuple[int, ...]:
+    """Return the numbers of virtual stages that a schedule can run."""
+    if pp == 1 or isinstance(schedule, OneFOneB):
+        needs_pipeline = isinstance(schedule, (VShapedSchedule, ZeroBubbleH1, Interleaved))
+        return () if pp == 1 and needs_pipeline else (1,)
+    first = 2 if isinstance(schedule, Interleaved) else 1
+    numbers = range(first, min(MAX_VIRTUAL_STAGES, layers // pp) + 1)
+    return tuple(vpp for vpp in numbers if not any(schedule.violations(pp, vpp, m)))
 
 
 def with_separate_multi_token(stages: Stages) -> Stages | None:

@@ -46,6 +46,7 @@ from moefold.schedule.config import SCHEDULE, Schedule
 from moefold.spec.codes import with_recipe
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import LayerSpec
+from moefold.spec.reference import Reference, StatedLoss, reference_of
 
 DEFAULT_LOAD = 1.2
 """Default of the rows of the fullest expert rank over the mean: between forced balance, 1, and
@@ -76,6 +77,8 @@ class TrainingTask:
     """Tokens of the whole run; None if nobody has stated them."""
     micro_batch: int = 1
     """Sequences per micro-batch of the run."""
+    reference: Reference | None = None
+    """What the loss needs besides the model."""
     precision_stated: bool = False
     """Whether layouts in other number formats are no answer."""
 
@@ -107,6 +110,7 @@ class TrainingTask:
             load=load_with_clones(self.load, slots),
             number_formats=_formats_in(self.number_formats, recipe),
             software=self._software_in(layout),
+            reference=self.reference,
         )
 
     def _software_in(self, layout: Layout) -> Software:
@@ -196,8 +200,6 @@ def _parse_run(
         options |= {"delayed"} if quantise.scaling == "delayed" else set()
     require_plannable(run.layout)
     notes = (NCCL_EP_NOTE,) if dispatch_kind(run.layout) == "nccl_ep" else ()
-    if run.train.loss.unplanned:
-        notes = (*notes, f"train.loss: {run.train.loss.unplanned}")
     task = TrainingTask(
         name=run.name,
         decoder=run.decoder,
@@ -210,6 +212,7 @@ def _parse_run(
         notes=(*notes, *step_notes(run)),
         tokens=_stated_tokens(run),
         micro_batch=run.train.micro_batch,
+        reference=reference_of(run.train.loss),
     )
     auto = run.layout.recompute
     if not isinstance(auto, Auto):
@@ -285,6 +288,16 @@ def task_from_model(
     note = "moefold does not train all layers of this model yet: planned as in Megatron-Core"
     overlaps = Overlaps(gradients=True, parameters=True)
     return replace(task, software=Software("megatron", overlaps=overlaps), notes=(*notes, note))
+
+
+def with_loss(task: TrainingTask, loss: StatedLoss) -> TrainingTask:
+    """Return a published model's task with a loss."""
+    notes = task.notes
+    decoder = task.decoder
+    if loss.kind != "cross_entropy" and decoder.multi_token:
+        decoder = with_multi_token(decoder, ())
+        notes = (*notes, f"train.loss {loss.kind}: planned without multi-token prediction")
+    return replace(task, decoder=decoder, reference=loss.reference, notes=notes)
 
 
 @dataclass(frozen=True)

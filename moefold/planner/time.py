@@ -23,6 +23,7 @@ from moefold.planner.curves import Constants, Product, Rates, product_seconds
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_state import StateSharding, layers_and_norm, part_weights
 from moefold.planner.network import ring_seconds, strided_reach
+from moefold.planner.reference import passes_seconds, reference_contents, reference_model
 from moefold.planner.time_data import (
     ONCE_HIDDEN_SHARE,
     collective_counter,
@@ -53,7 +54,7 @@ from moefold.spec.decoder import embedding_weight, head_weight, model_weights
 from moefold.spec.layer import Shape
 
 BOTTLENECKS = {
-    "compute": ("attention", "experts", "dense", "head", "recompute"),
+    "compute": ("attention", "experts", "dense", "head", "recompute", "reference"),
     "memory bandwidth": ("memory", "quantise", "launch", "optimizer"),
     "communication": ("tp", "cp", "dispatch", "dp", "offload"),
     "host": ("host", "step"),
@@ -98,7 +99,10 @@ class StepTime:
     @property
     def seconds_by_bottleneck(self) -> dict[str, float]:
         """Seconds by bottleneck."""
-        return {key: sum(map(self.parts.__getitem__, names)) for key, names in BOTTLENECKS.items()}
+        return {
+            key: sum(self.parts.get(name, 0.0) for name in names)
+            for key, names in BOTTLENECKS.items()
+        }
 
     @property
     def bottleneck(self) -> str:
@@ -150,10 +154,30 @@ def estimate_time(
     parts["optimizer"] = _optimizer_seconds(case, stage, rates)
     parts["optimizer"] += newton_schulz_seconds(case, slow, rates)
     parts["step"] = rates.step_s
+    parts |= _reference_part(case, passes)
     return StepTime(
         case, sum(parts.values()), parts, tuple((rank.forward, rank.backward) for rank in ranks),
         {"dispatch": m * slowest.hidden, "dp": hidden}, setting.uncertainty,
     )  # fmt: skip
+
+
+def _reference_part(case: Case, passes: "PassTime") -> dict[str, float]:
+    """Return the seconds of a reference's forward in each step, and of logits computed twice."""
+    if case.reference is None:
+        return {}
+    seconds = 0.0
+    decoder = reference_model(case)
+    if decoder is not None:
+        shape, setting, policy = passes.inputs
+        shape = shape._replace(hidden=decoder.hidden)
+        times = PassTime(decoder, shape, setting, policy)
+        ranks = reference_contents(case, decoder).ranks
+        forward = [times.micro_batch_time(times.layers_time(one), False).forward for one in ranks]
+        seconds += passes_seconds(case, forward)
+    if case.reference.second_logits:
+        logits = passes.layers_time(StageContents(loss=True)).forward
+        seconds += case.num_micro_batches * sum(logits.values())
+    return {"reference": seconds}
 
 
 class MicroBatchTime(NamedTuple):

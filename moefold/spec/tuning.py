@@ -123,6 +123,11 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
     return decoder.model_copy(update=changes)
 
 
+def has_adapters(decoder: Decoder) -> bool:
+    """Return whether any weight of a decoder has an adapter."""
+    return any(part.adapters for part in (decoder, *decoder.blocks))
+
+
 TUNING_KEYS = ("adapter", "train.freeze")
 """Keys of a run file that :func:`tune` takes."""
 
@@ -138,8 +143,12 @@ def tune(decoder: Decoder, overrides: Sequence[str]) -> Decoder:
     for override in overrides:
         key, _, text = override.partition("=")
         if key not in TUNING_KEYS:
-            keys = ", ".join(f"{name}=" for name in TUNING_KEYS)
-            raise ValueError(f"override {override} needs a run file; a model by name takes {keys}")
+            keys = ", ".join(f"{name}=" for name in (*TUNING_KEYS, "train.loss"))
+            nearest = closest(key, (*TUNING_KEYS, "train.loss"))
+            hint = f"; nearest: {nearest}=" if nearest else ""
+            raise ValueError(
+                f"override {override} needs a run file; a model by name takes {keys}{hint}"
+            )
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:

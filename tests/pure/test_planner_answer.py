@@ -10,6 +10,7 @@ import yaml
 from moefold.config.base import Record
 from moefold.config.check import check
 from moefold.mesh.legality import size_violations
+from moefold.model.config import Decoder
 from moefold.moe.dispatch.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
 from moefold.planner.case import Case
@@ -25,7 +26,9 @@ from moefold.planner.task import (
 from moefold.planner.time import estimate_time
 from moefold.planner.time_work import build_setting
 from moefold.run import Run, load_run, require_fit
-from moefold.spec.decoder import model_needs
+from moefold.spec.decoder import model_needs, model_weights
+from moefold.spec.reference import reference_of
+from moefold.spec.tuning import without_tuning
 from moefold.training.losses.config import Distill, Dpo
 from tests.planning import relaid
 from tests.traffic.step import traffic
@@ -263,21 +266,61 @@ def test_the_chunk_of_the_loss_is_planned() -> None:
     assert took[0] > took[1] > took[2], "small products are slower"
 
 
-def test_losses_that_run_another_model_say_that_it_is_not_counted() -> None:
+def test_what_a_loss_needs_besides_the_model_is_planned() -> None:
+    """A reference takes a forward, a teacher also its weights and rows, stored results room."""
     run = load_run("tiny", ["adapter={kind: lora, rank: 4}"])
+    task, layout = task_from_run(run, parse_cluster("h100x1"))
 
-    def said(loss: Record) -> tuple[str, ...]:
-        train = run.train.model_copy(update={"loss": loss})
-        changed = run.model_copy(update={"train": train})
-        return task_from_run(changed, parse_cluster("h100x4"))[0].assumptions
+    def planned(loss: Record, teacher: Decoder | None = None) -> tuple[float, float]:
+        one = replace(task, reference=reference_of(loss, teacher)).case(layout)
+        parts = estimate_time(one).parts
+        return parts.get("reference", 0.0), fullest_rank(one).state.reference
 
-    reference = "train.loss: the reference's forward pass in each step is not counted"
-    teacher = "train.loss: the teacher's time and memory are not counted"
-    assert reference in said(Dpo()) and teacher in said(Distill(teacher="folder"))
-    for one in (run.train.loss, Dpo(reference="stored"), Distill(teacher="folder", stored="said")):
-        assert not {reference, teacher} & set(said(one))
+    passes = estimate_time(task.case(layout))
+    assert planned(run.train.loss) == (0.0, 0.0)
+    took, size = planned(Dpo())
+    again, _ = planned(Dpo(reference="stored"))
+    micro_batches = task.case(layout).num_micro_batches
+    # Two products of an adapter's own are left out, and logits are computed once more.
+    assert took - again == pytest.approx(micro_batches * passes.ranks[0][0], rel=0.2)
+    assert 0 < again < took and size == 0
+    plain = without_tuning(task.decoder)
+    taught, size = planned(Distill(teacher="folder"), plain)
+    rows = task.case(layout).rows * micro_batches
+    kept = sum(w.elements * (2 if w.reads_compute_dtype else 4) for w in model_weights(plain))
+    assert taught == pytest.approx(took - again, rel=0.01)
+    assert size == pytest.approx(kept + rows * plain.hidden * 2, rel=0.001)
+    stored = Distill(teacher="folder", stored="said", top_k=8)
+    assert planned(stored) == (0.0, rows * 17 * 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.loss=dpo"], "needs adapter="),
+        (["train.loss={kind: dpoo}"], "dpo"),
+        (["train.loss={kind: distill, teacher: DeepSeek-V3}"], "vocabulary of 50,304"),
+        (["train.los=dpo"], "nearest: train.loss="),
+    ],
+)
+def test_losses_of_published_models_are_refused_with_the_nearest(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan("OLMoE-1B-7B", "h100x8", batch=64, overrides=overrides)
 
 
 def test_a_plan_says_that_no_gpu_has_measured_it() -> None:
     task, _ = task_from_run(load_run("tiny"), parse_cluster("h100x4"))
     assert UNMEASURED_NOTE in task.assumptions and UNMEASURED_NOTE not in task.notes
+
+
+def test_a_search_counts_a_reference_in_its_bounds() -> None:
+    """With virtual stages a reference waits for all stages, so that other layouts are fastest."""
+    given: Any = {"batch": 16, "top": 1}
+    adapter = "adapter={kind: lora, rank: 16}"
+    plain = plan("OLMoE-1B-7B", "a6000x8", overrides=[adapter], **given)
+    found = plan("OLMoE-1B-7B", "a6000x8", overrides=[adapter, "train.loss=dpo"], **given)
+    assert plain.best is not None and found.best is not None
+    case = replace(plain.best.case, reference=found.task.reference)
+    assert found.best.step_time_s <= estimate_time(case).seconds

@@ -25,11 +25,6 @@ class LossRecord(Record):
     pairs: ClassVar[bool] = False
     """Whether the loss compares pairs of answers."""
 
-    @property
-    def unplanned(self) -> str:
-        """What of each step a plan does not count, in words; empty if nothing."""
-        return ""
-
     def violations(self, run: Any) -> Iterator[Violation]:
         """Yield violations between a run and its loss; paths start at the run."""
         if run.layout.graphs == "step" and not isinstance(self, CrossEntropy):
@@ -79,11 +74,6 @@ class Distill(LossRecord):
     """Number of probabilities stored for each label."""
 
     owner = "moefold.training.losses.distill:build_distillation"
-
-    @property
-    def unplanned(self) -> str:
-        """The teacher, where it runs in each step."""
-        return "" if self.stored is not None else "the teacher's time and memory are not counted"
 
     def read_config(self) -> ParsedConfig:
         """Return the teacher's description, without multi-token prediction.
@@ -141,13 +131,6 @@ class Dpo(LossRecord):
 
     owner = "moefold.training.losses.dpo:build_preference"
     pairs: ClassVar[bool] = True
-
-    @property
-    def unplanned(self) -> str:
-        """The reference, where it runs in each step."""
-        if self.reference == "stored":
-            return ""
-        return "the reference's forward pass in each step is not counted"
 
     def violations(self, run: Any) -> Iterator[Violation]:
         """Yield sources without pairs, and a reference without adapters in a run without them."""
