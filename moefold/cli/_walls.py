@@ -7,30 +7,13 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._common import plain_table
-from moefold.planner.case import Case
-from moefold.planner.task import TrainingTask
-from moefold.planner.walls import WALLS, StepWalls, best_change, planned_walls
+from moefold.planner.walls import WALLS
 
 MAX_RANKS_SHOWN = 16
 
 
-def walls_json(walls: StepWalls, planned: tuple[TrainingTask, Case] | None) -> dict[str, Any]:
-    """Return a step's walls, measured and planned, and the best change, as plain data."""
-    answer = walls.to_json() | {"planned": None, "change": None}
-    if planned is None:
-        return answer
-    parts, hidden = planned_walls(planned[1])
-    change = best_change(*planned, walls.wall)
-    seconds = sum(parts.values())
-    answer["planned"] = {"seconds": seconds, "parts": parts, "hidden_exchange": hidden}
-    if change is not None:
-        saved = change.saved_share
-        answer["change"] = {"change": change.description, "saved_share": saved}
-    return answer
-
-
 def print_walls(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what :func:`walls_json` returns: the wall, all parts, the ranks, and the change."""
+    """Print what ``beside_plan`` returns: the wall, all parts, the ranks, and the change."""
     wall = facts["wall"]
     seconds = facts["seconds"]
     planned = facts["planned"]
@@ -47,7 +30,10 @@ def print_walls(console: Console, facts: Mapping[str, Any]) -> None:
         rows = [(str(rank), *(f"{parts[name]:.4g}" for name in names)) for rank, parts in shown]
         console.print(plain_table("rank", *names, right=names, rows=rows))
     change = facts["change"]
-    if planned is not None:
+    if planned is None:
+        text = "no plan: this machine's rates are unknown (`moefold bench` measures a CPU)"
+        console.print(Text(text, style="dim"), soft_wrap=True)
+    else:
         text = "the planner knows no single change of the layout that is faster"
         if change is not None:
             text = (

@@ -32,9 +32,10 @@ from moefold.cli._common import (
     print_json,
 )
 from moefold.cli._lone_rank import add_rank, run_rank
-from moefold.cli._walls import print_walls, walls_json
+from moefold.cli._walls import print_walls
 from moefold.files import folder_for, try_output
 from moefold.planner.hardware import default_machine_file
+from moefold.planner.walls import beside_plan
 from moefold.run import Run, load_run
 
 DEFAULT_RUNS = ["demo", "tiny"]
@@ -142,7 +143,7 @@ def _show_walls(args: argparse.Namespace) -> int:
     from moefold.training.walls_bench import measure_walls
 
     measured = measure_walls(run, world, args.rounds)
-    facts = walls_json(measured.walls, (measured.task, measured.case))
+    facts = beside_plan(measured.walls, (measured.task, measured.case))
     if args.json:
         about = {"run": run.name, "layout": run.layout.sizes, "world": world}
         print_json({**about, "untraced_s": measured.untraced_s, **facts})

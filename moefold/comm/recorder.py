@@ -159,12 +159,13 @@ class Recorder:
         if self.timeline is not None and record.site.op not in POINT_TO_POINT:
             self._works[record.channel, record.number] = works
 
-    def stop_timeline(self) -> list[TimedCall]:
+    def stop_timeline(self, waits: bool = True) -> list[TimedCall]:
         """Return the timeline and collect no more, once no work of the back end is under way.
 
         A profiler must not stop before: threads of the back end still write into its trace.
+        ``waits`` is false where the ranks have failed, so that works may never end.
         """
-        for work in chain.from_iterable(self._works.values()):
+        for work in chain.from_iterable(self._works.values()) if waits else ():
             work.wait()
         self._works.clear()
         collected = self.timeline or []

@@ -216,6 +216,21 @@ def best_change(task: TrainingTask, case: Case, wall: str) -> LayoutChange | Non
     return change if gain > 0 else useful[0][1]
 
 
+def beside_plan(walls: StepWalls, planned: tuple[TrainingTask, Case] | None) -> dict[str, Any]:
+    """Return a step's walls, measured and planned, and the best change, as plain data."""
+    answer = walls.to_json() | {"planned": None, "change": None}
+    if planned is None:
+        return answer
+    parts, hidden = planned_walls(planned[1])
+    change = best_change(*planned, walls.wall)
+    seconds = sum(parts.values())
+    answer["planned"] = {"seconds": seconds, "parts": parts, "hidden_exchange": hidden}
+    if change is not None:
+        saved = change.saved_share
+        answer["change"] = {"change": change.description, "saved_share": saved}
+    return answer
+
+
 def changes_against(
     task: TrainingTask, case: Case, wall: str
 ) -> Iterator[tuple[str, ChangedLayout]]:

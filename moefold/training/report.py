@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moefold.planner.goodput import optimal_save_interval
+from moefold.planner.walls import WALLS
 from moefold.training.formatting import clock, count
 from moefold.training.run_folder import CROSS_ENTROPY, Curve, History, evenly_spaced, held_out_sets
 
@@ -99,10 +101,18 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     return out
 
 
-def render_report(history: History, title: str, subtitle: str) -> str:
-    """Return the page; raises ``ValueError`` if the run has no metrics yet."""
-    facts = summary(history)
-    data = {"cards": _cards(facts), "charts": _charts(history), "heat": _heat_map(history)}
+def render_report(
+    history: History, title: str, subtitle: str, walls: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return the page; raises ``ValueError`` if the run has no metrics yet.
+
+    ``walls``: what bounds the traced steps, in order.
+    """
+    cards = _cards(summary(history))
+    for traced in walls[-1:]:
+        share = traced["parts"][traced["wall"]] / traced["seconds"]
+        cards.append([f"{share:.0%}", f"of step {traced['step']}: {WALLS[traced['wall']]}"])
+    data = {"cards": cards, "charts": _charts(history), "heat": _heat_map(history)}
     return render_page(TEMPLATE, title, subtitle, data)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from operator import index
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ MAX_COLUMNS = 2000
 """Columns of a picture of checks that are not evenly spaced, unless there are more checks."""
 CROSS_ENTROPY = "cross_entropy"
 """Kind of the only loss that converts to bits per byte."""
+
+TRACES = "profile"
+"""Subfolder of a run's folder for traces of steps, and what bounds them."""
+WALLS_SUFFIX = ".walls.json"
 
 
 class StepLines:
@@ -299,3 +303,20 @@ def log_event(folder: Path, event: str, **values: Any) -> None:
         # The previous line can be incomplete after a kill.
         is_torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
         append_bytes(file, b"\n" * is_torn + line.encode())
+
+
+def traced_walls(folder: Path) -> list[dict[str, Any]]:
+    """Return the walls of the traced steps of a run, as the profile hook wrote them, in order.
+
+    Raises:
+        ValueError: a file is not what the hook writes.
+    """
+    walls = []
+    for file in folder.glob(f"{TRACES}/*{WALLS_SUFFIX}"):
+        try:
+            data = json.loads(file.read_text("utf-8"))
+            walls.append({**data, "step": int(data["step"]), "wall": str(data["wall"])})
+        except (ValueError, KeyError, TypeError):
+            text = "is not what `watch.profile` writes: remove it, or trace the step again"
+            raise ValueError(f"{file}: {text}") from None
+    return sorted(walls, key=itemgetter("step"))

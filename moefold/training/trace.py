@@ -90,9 +90,12 @@ class StepTrace:
         with record_function(ANCHOR):
             pass
 
-    def stop(self) -> None:
-        """Stop to record; the trace can be written and measured then."""
-        self._calls = self._world.recorder.stop_timeline()
+    def stop(self, failed: bool = False) -> None:
+        """Stop to record; the trace can be written and measured then.
+
+        ``failed``: whether the ranks have failed, so that nothing of theirs is waited for.
+        """
+        self._calls = self._world.recorder.stop_timeline(waits=not failed)
         self._profile.stop()
 
     def write(self, file: Path) -> None:

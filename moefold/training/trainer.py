@@ -68,6 +68,7 @@ from moefold.training.state import (
     signature,
 )
 from moefold.training.step import gradients
+from moefold.training.traced import Traced
 
 _log = logging.getLogger("moefold.training")
 
@@ -76,7 +77,7 @@ class Interrupted(Exception):
     """The run was asked to stop, and saved a checkpoint before it did."""
 
 
-class Trainer:
+class Trainer(Traced):
     """An open run: its model, data, optimizer and progress.
 
     Args:
@@ -126,7 +127,6 @@ class Trainer:
         self._is_fork = is_fork
         self.progress = Progress()
         self.batch_index = 0
-        self._busy_s = 0.0
         self._running = False
         self._closed = False
         self.resumed_from: Path | None = None
@@ -344,7 +344,7 @@ class Trainer:
         """
         self._start_hooks()
         self.saver.poll()
-        started = time.perf_counter()
+        started = time.monotonic()
         waited = self.world.recorder.waited_s
         run = self.run
         step = self.progress.step
@@ -379,7 +379,8 @@ class Trainer:
         now.step += 1
         now.tokens += figures.tokens
         now.skipped += decision == "skip"
-        seconds = time.perf_counter() - started
+        self._window = started, time.monotonic()
+        seconds = self._window[1] - started
         self._busy_s += seconds - (self.world.recorder.waited_s - waited)
         metrics = self._metrics(figures, lr_factor, seconds)
         if decision == "skip":
@@ -496,13 +497,6 @@ class Trainer:
     def weights(self, pattern: str) -> dict[str, torch.Tensor]:
         """Return the parameters whose global names match a pattern, whole and on the host."""
         return full_weights(self.state, pattern)
-
-    @on_all_ranks
-    def pace(self) -> list[float]:
-        """Return each rank's busy seconds in steps since the last call, waits excluded."""
-        busy = self._busy_s
-        self._busy_s = 0.0
-        return gather_objects(busy, self.world.on_host)
 
     @on_all_ranks
     def generate(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The wall of a run's step: a few steps of random tokens on local processes, traced."""
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case
 from moefold.planner.hardware import Cluster, Machine, default_machine_file
 from moefold.planner.task import TrainingTask, task_from_run
-from moefold.planner.walls import StepWalls
+from moefold.planner.walls import StepWalls, beside_plan
 from moefold.run import Run, require_fit
 from moefold.training.calibrate import measure_kernels
 from moefold.training.distributed import device_kind, open_world, single_rank
@@ -59,7 +60,7 @@ def measure_walls(run: Run, world: int, rounds: int) -> MeasuredSteps:
     """
     require_fit(run, world)
     device = device_kind(world)
-    cluster, rates = _cluster_here(device, world)
+    cluster, rates = cluster_here(device, world) or _measured_cluster(world)
     task, layout = task_from_run(run, cluster, load=1.0)
     run = run.model_copy(update={"layout": layout})
     case = task.case(layout)
@@ -80,22 +81,46 @@ def measure_walls(run: Run, world: int, rounds: int) -> MeasuredSteps:
     return MeasuredSteps(walls, untraced, task, task.case(layout), rates)
 
 
-def _cluster_here(device: str, world: int) -> tuple[Cluster, str]:
-    """Return this machine's devices as the planner's cluster, and the origin of their rates."""
+def cluster_here(device: str, world: int) -> tuple[Cluster, str] | None:
+    """Return this machine's devices as the planner's cluster, and the origin of their rates.
+
+    None for a CPU that `moefold bench` has not measured.
+    """
     if device == "cuda":
         cluster = cluster_of(World.single(torch.device(device)))
         per_node = min(world, torch.cuda.device_count())
         return replace(cluster, devices=world, per_node=per_node), cluster.device.name
     file = default_machine_file()
-    if file.exists():
-        machine = Machine.read(file)
-        rates = f"the rates in {file}"
-    else:
-        machine = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
-        rates = "rates of kernels measured now (`moefold bench` fits them to whole steps)"
+    if not file.exists():
+        return None
+    return _cluster_of_processes(Machine.read(file), world), f"the rates in {file}"
+
+
+def _measured_cluster(world: int) -> tuple[Cluster, str]:
+    """Return what :func:`cluster_here` does, of kernels that are timed now."""
+    machine = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
+    rates = "rates of kernels measured now (`moefold bench` fits them to whole steps)"
+    return _cluster_of_processes(machine, world), rates
+
+
+def _cluster_of_processes(machine: Machine, world: int) -> Cluster:
     loopback = LOOPBACK_SHARE * machine.bandwidth
     chip = replace(machine.device, link_bandwidth=loopback, nic_bandwidth=loopback)
-    return Cluster(chip, world, 1, 1), rates
+    return Cluster(chip, world, 1, 1)
+
+
+def describe_walls(walls: StepWalls, run: Run, device: str) -> dict[str, Any]:
+    """Return walls of a run's step beside its plan, as plain data; without one if none is known.
+
+    ``device``: ``cuda`` or ``cpu``, of this machine.
+    """
+    planned = None
+    with suppress(ValueError):
+        cluster = cluster_here(device, len(walls.ranks))
+        if cluster is not None:
+            task, layout = task_from_run(run, cluster[0], load=max(1.0, walls.load))
+            planned = task, task.case(layout)
+    return {"device": device, **beside_plan(walls, planned)}
 
 
 def measure_rank(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,13 @@ import pytest
 import yaml
 
 from moefold.cli.main import main
+from moefold.planner.hardware import default_machine_file
 from moefold.training import banner
 from moefold.training.run_folder import History, StepLines
 from moefold.training.state import iter_state
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import job_of, raw_run, run_of
+from tests.pure.test_planner_machine import MACHINE
 from tests.pure.test_training_history import Page
 
 WATCH = {
@@ -400,19 +403,34 @@ def test_odd_wishes_for_text_are_refused(trained: Path, words: list[str], capsys
     assert words[0] in capsys.readouterr().err
 
 
-def test_a_report_of_a_run(trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_report_of_a_run(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """A page that needs nothing else; figures for programs; words for a wrong folder."""
     page = tmp_path / "report.html"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    MACHINE.write(default_machine_file())
     assert main(["report", str(trained), "--html", str(page)]) == 0
     found = Page(page.read_text())
     assert found.fetched == [] and found.data["charts"] and found.data["heat"]
-    capsys.readouterr()
+    assert any(label.startswith("of step 2: ") for _, label in found.data["cards"])
+    shown = capsys.readouterr().out
+    assert "step 2" in shown and "wall: " in shown and "100.0%" in shown
+    assert "the planner" in shown and "no plan" not in shown
     assert main(["report", str(trained), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
+    (traced,) = facts.pop("walls")
+    assert sum(traced["parts"].values()) == pytest.approx(traced["seconds"], rel=0.03)
     assert facts["step"] >= 8 and set(facts["baselines"]) == {"bigram", "xz"}
     assert 0 < facts["goodput"] <= 1
     assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(tmp_path / "nowhere")]) == 2
+    capsys.readouterr()
+    copy = tmp_path / "damaged"
+    shutil.copytree(trained, copy)
+    (copy / "profile" / "step_2.walls.json").write_text("{}")
+    assert main(["report", str(copy)]) == 2
+    assert "step_2.walls.json: is not what `watch.profile` writes" in capsys.readouterr().err
 
 
 def test_explain_shows_where_values_come_from(trained: Path, capsys: Any) -> None:

@@ -35,6 +35,7 @@ from moefold.training.hooks.logs import MetricsHook
 from moefold.training.hooks.profile import ProfileHook, ProfileStart
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.resume import differences, with_current_defaults
+from moefold.training.run_folder import traced_walls
 from moefold.training.state import restore
 from moefold.training.step import gradients
 from moefold.training.trainer import Interrupted, Trainer
@@ -346,16 +347,24 @@ def test_copies_of_steps_that_a_rewind_left_are_void(tmp_path: Path) -> None:
 def test_a_trace_is_of_its_own_step_after_a_rewind(tmp_path: Path) -> None:
     changes = {"train": {"on_nonfinite": {"kind": "rewind"}, "steps": 4}}
     end = ProfileHook(Profile(steps=(1, 4)))
-    with job_of(tmp_path, "out", end, ProfileStart(end), **changes) as job:
+    notes = Notes()
+    with job_of(tmp_path, "out", end, notes, ProfileStart(end), **changes) as job:
         Poison(job, {3})
         for _ in range(3):
             job.step()
-        of_the_fourth = end.running
+        of_the_fourth = job._trace
         job.step()
-        assert job.step_number == 0 and end.running not in (None, of_the_fourth)
+        assert job.step_number == 0 and job._trace not in (None, of_the_fourth)
         job.train()
     traces = sorted(path.name for path in (tmp_path / "out" / "profile").iterdir())
-    assert traces == ["step_1.json", "step_4.json"]
+    written = [f"step_{step}{suffix}" for step in (1, 4) for suffix in (".json", ".walls.json")]
+    assert traces == written
+    walls = traced_walls(tmp_path / "out")
+    assert [traced["step"] for traced in walls] == [1, 4]
+    times = {figures["step"]: figures["step_time_s"] for figures in notes.steps}
+    for traced in walls:
+        parts = sum(traced["parts"].values())
+        assert parts == pytest.approx(times[traced["step"]], rel=0.03)
 
 
 def test_a_rewind_to_the_start_finds_the_biases_of_the_start(tmp_path: Path) -> None:

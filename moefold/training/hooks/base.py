@@ -68,6 +68,14 @@ class JobView(Protocol):
         """Return each rank's busy seconds since the last call, waits excluded."""
         ...
 
+    def start_trace(self) -> None:
+        """Trace what follows on every rank, until ``stop_trace``."""
+        ...
+
+    def stop_trace(self, file: str | None, failed: bool = False) -> dict[str, Any]:
+        """Write rank 0's trace and return the last step's walls; without a file, discard it."""
+        ...
+
     def evaluate(self) -> Figures:
         """Evaluate on the held-out sets, and pass the result to every hook's ``on_evaluate``."""
         ...

@@ -101,7 +101,7 @@ class Health(Record):
 
 
 class Profile(Record):
-    """Chrome traces of chosen steps, in ``profile/``."""
+    """Chrome traces of chosen steps and what bounds them, in ``profile/``."""
 
     steps: Annotated[tuple[Size, ...], Field(min_length=1)]
 

@@ -1,12 +1,15 @@
-"""Chrome traces of chosen steps; open them in ``chrome://tracing`` or ``ui.perfetto.dev``."""
+"""Chrome traces of chosen steps; open them in ``chrome://tracing`` or ``ui.perfetto.dev``.
 
-from typing import Any
+Beside each trace, which is rank 0's, are the walls of the step: the parts that its seconds consist
+of, measured on all ranks.
+"""
 
-import torch
-from torch.profiler import ProfilerActivity
+import json
 
+from moefold.files import plain, write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Profile
+from moefold.training.run_folder import TRACES, WALLS_SUFFIX
 
 
 class ProfileHook(Hook):
@@ -14,27 +17,29 @@ class ProfileHook(Hook):
 
     def __init__(self, record: Profile) -> None:
         self.steps = frozenset(record.steps)
-        self.running: Any = None
+        self.running = False
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Write ``profile/step_<n>.json`` if this step was traced."""
-        if self.running is None:
+        """Write ``profile/step_<n>.json`` and the step's walls if this step was traced."""
+        if not self.running:
             return
-        self.running.stop()
-        folder = job.folder / "profile"
+        self.running = False
+        folder = job.folder / TRACES
         folder.mkdir(exist_ok=True)
-        self.running.export_chrome_trace(str(folder / f"step_{job.step_number}.json"))
-        self.running = None
+        name = f"step_{job.step_number}"
+        walls = job.stop_trace(str(folder / f"{name}.json"))
+        text = json.dumps(plain({"step": job.step_number, **walls}), allow_nan=False)
+        write_text(folder / f"{name}{WALLS_SUFFIX}", text + "\n")
 
     def on_rewind(self, job: JobView) -> None:
         """Discard the trace: the step that it was started for was rewound."""
         self.on_stop(job, None)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Stop a profiler that is still running because the step failed."""
-        if self.running is not None:
-            self.running.stop()
-            self.running = None
+        """Discard the trace of a step that has not ended."""
+        if self.running:
+            self.running = False
+            job.stop_trace(None, failed=error is not None)
 
 
 class ProfileStart(Hook):
@@ -45,19 +50,16 @@ class ProfileStart(Hook):
 
     def on_start(self, job: JobView) -> None:
         """Start a trace if the first step is to be traced."""
-        self._start_before(job.step_number + 1)
+        self._start_before(job, job.step_number + 1)
 
     on_rewind = on_start
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Start a trace if the next step is to be traced."""
         if job.step_number < job.last_step:
-            self._start_before(job.step_number + 1)
+            self._start_before(job, job.step_number + 1)
 
-    def _start_before(self, step: int) -> None:
+    def _start_before(self, job: JobView, step: int) -> None:
         if step in self._profile.steps:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._profile.running = torch.profiler.profile(activities=activities)
-            self._profile.running.start()
+            job.start_trace()
+            self._profile.running = True
