@@ -189,7 +189,7 @@ def planned_walls(case: Case) -> tuple[dict[str, float], float]:
     walls = dict.fromkeys(WALLS, 0.0)
     for bottleneck, names in BOTTLENECKS.items():
         for name in names:
-            part = even.parts[name]
+            part = even.parts.get(name, 0.0)
             kept = part if name in PER_STEP else part * share
             walls[OF_BOTTLENECKS[bottleneck]] += kept
             walls["stages"] += part - kept
