@@ -7,7 +7,6 @@ was scored. What only a library's version changed (fused kernels) cannot be stat
 from dataclasses import dataclass
 from typing import Any
 
-from planning.defaults import NATURAL_LOAD
 from planning.rows import case_of, filled
 
 from moefold.planner.curves import Constants
@@ -46,7 +45,7 @@ MIXTRAL = {
     "id": "mpf-x", "model": "Mixtral-8x22B", "gpu": "H100", "num_gpus": 128, "precision": "BF16",
     "seq_len": 4096, "gbs": 256, "tp": 2, "pp": 8, "ep": 8, "etp": 1,
 }  # fmt: skip
-NATURAL = {"load": NATURAL_LOAD}
+NATURAL = {"routing": "natural"}
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,8 @@ ABLATIONS = (
              {"overlap": "1F1B EP A2A overlap"}, _times(19.7, 17.6)),
     Ablation("Qwen3-235B H800 EP32: all-to-all to DeepEP", CROSS | {"gpu": "H800"},
              {"dispatcher": "alltoall"}, {}, _times(35.39, 25.73)),
-    Ablation("Qwen3-235B H800: experts five times as full", CROSS | {"gpu": "H800"}, {},
-             {"load": 5.0}, _times(50.8, 66.3)),
+    Ablation("Qwen3-235B H800: capacity factor 1 to 5", CROSS | {"gpu": "H800"}, {},
+             {"routing": "natural", "capacity_factor": 5.0}, _times(50.8, 66.3)),
     Ablation("Qwen3-30B TP2 PP2 EP4 H100: CUDA graphs", SMALL, {}, {"cuda_graph": "TE scoped"},
              _times(0.623, 0.484)),
     Ablation("GPT-OSS-20B TP2 PP4 EP4 H100: CUDA graphs", OSS20, {},

@@ -7,17 +7,16 @@ are what the stack did unless told otherwise at that time, with the source besid
 
 import re
 from dataclasses import dataclass
+from math import log, sqrt
 from typing import Any, Literal
 
 from planning.recipes import said
 
 from moefold.planner.case import Graphs, Recipe, Stack
+from moefold.planner.published import published_entries
 from moefold.spec.layer import Module
 
 GRACE, HOPPER = ("GB200", "GB300"), ("H100", "H800", "H200")
-NATURAL_LOAD = 1.6
-"""Rows of the fullest expert rank over the mean, of routing that is not forced: no source prints
-it. Set by hand from what natural routing costs beside forced balance in four pairs of runs."""
 CONVERGED_LOAD = 1.1
 """Rows of the fullest expert rank over the mean, of a long run with a bias per expert."""
 
@@ -148,11 +147,29 @@ WORDS: dict[str, Module | None] = {
     "none": None,
 }
 """The sources' names of what is recomputed, in ours."""
-KEPT_BLOCKS = ("GPT-OSS-20B",)
+KEPT_BLOCKS = ("GPT-OSS-20B", "GPT-OSS-120B")
 """Models whose benchmark recipe of AutoModel (``examples/llm_benchmark``) has no
-``activation_checkpointing``; all others that were published with it do."""
+``activation_checkpointing``, or says ``false``; all others that were published with it do."""
 DEEPSEEK: frozenset[Module] = frozenset(("norms", "mla_up", "moe_act"))
 """RMSNorm, MLA's up-projections and SwiGLU: arXiv 2412.19437, sections 3.2.3 and 3.3.3."""
+
+
+def recomputed(text: str) -> frozenset[Module]:
+    """Return the modules that a source's words name: ``selective: mla_up_proj, mlp``.
+
+    ``selective`` alone is Megatron-Core's own default, the core of attention. AutoModel's recipes
+    say ``activation_checkpointing: true``.
+    """
+    checkpoints = re.search(r"activation[_ ]checkpointing\W+(true|false)", text, re.IGNORECASE)
+    if checkpoints:
+        text = "full" if checkpoints[1].lower() == "true" else "none"
+    words = re.findall(r"\w+", text.lower())
+    found: set[Module] = {"attention"} if words == ["selective"] else set()
+    for word in words:
+        module = WORDS.get(word)
+        if module is not None:
+            found.add(module)
+    return frozenset(found)
 
 
 def recompute(row: dict[str, Any], where: Origin) -> frozenset[Module]:
@@ -162,12 +179,7 @@ def recompute(row: dict[str, Any], where: Origin) -> frozenset[Module]:
         noted = re.search(r"recompute (\w+) per the later README", row.get("notes") or "")
         text = noted[1] if noted else _said(row, where, "recompute")
     if text is not None:
-        found: set[Module] = set()
-        for word in text.split(","):
-            module = WORDS.get(word.strip())
-            if module is not None:
-                found.add(module)
-        return frozenset(found)
+        return recomputed(text)
     if where.stack == "automodel" and row["model"] not in KEPT_BLOCKS:
         return frozenset(("block",))
     if where.stack == "deepseek":
@@ -180,11 +192,78 @@ def load(row: dict[str, Any]) -> float:
     if row.get("load"):
         return row["load"]
     text = row.get("routing") or ""
-    if "natural" in text:
-        return (
-            CONVERGED_LOAD if "bias" in text or row["id"].startswith("dsv3-prod") else NATURAL_LOAD
-        )
-    return 1.0
+    room = capacity(row)
+    if "balanced" in text or ("natural" not in text and room is None):
+        return 1.0
+    if "bias" in text or row["id"].startswith("dsv3-prod"):
+        return CONVERGED_LOAD
+    experts = published_entries().get(row["model"], {}).get("experts") or row["ep"]
+    return capped_load(natural_load(row["ep"], experts), room)
+
+
+CAPACITY = (
+    r"capacity(?: factor)?\s*[=:]?\s*(\d+(?:\.\d+)?)",
+    r"\bCF\s*[=:]?\s*(\d+(?:\.\d+)?)",
+    r"(\d+(?:\.\d+)?)x (?:fixed )?(?:expert )?capacity",
+)
+"""How sources write a capacity factor."""
+
+
+def capacity(row: dict[str, Any]) -> float | None:
+    """Return the capacity factor of a row: rows that an expert has room for, over the mean."""
+    if row.get("capacity_factor"):
+        return float(row["capacity_factor"])
+    for key in ("routing", "dispatcher"):
+        for pattern in CAPACITY:
+            if found := re.search(pattern, row.get(key) or "", re.IGNORECASE):
+                return float(found[1])
+    return None
+
+
+LOAD_SPREAD = 0.8
+"""Deviation of an expert's rows over the mean: of the recorded routings of a model that is trained
+with a balancing loss (``tests/data/recorded_counts.json``), over nine steps of its first sixty."""
+CAP_POWER = 3
+"""How sharply a capacity cuts: fitted to the same routings with experts' rows cut off."""
+
+
+def natural_load(ranks: int, experts: int) -> float:
+    """Return the rows of the fullest of ``ranks`` over the mean, of routing that is not forced.
+
+    Ranks' rows are sums over their experts; the fullest of R is about sqrt(2 ln R) deviations above
+    the mean, and ranks that hold a large part of the experts deviate less.
+    """
+    each = max(1, experts // ranks)
+    others = (experts - each) / max(1, experts - 1)
+    return 1.0 + LOAD_SPREAD * sqrt(2 * log(ranks) / each * others)
+
+
+def capped_load(load: float, room: float | None) -> float:
+    """Return a load where each expert has room for so many times the mean, and drops the rest."""
+    if room is None:
+        return load
+    return max(1.0, (load**-CAP_POWER + room**-CAP_POWER) ** (-1 / CAP_POWER))
+
+
+CHUNKED = r"chunk\w*[ _-](?:head|loss|logits?|ce\b|cross)|(?:linear|cut)[ _-]cross[ _-]entropy"
+"""How sources write that head and loss are computed by chunks of rows."""
+
+
+def chunks_head(row: dict[str, Any]) -> bool:
+    """Return whether head and loss are computed by chunks, as the row says."""
+    texts = (row.get(key) or "" for key in ("loss", "recompute", "optimizer_notes", "notes"))
+    return any(re.search(CHUNKED, text, re.IGNORECASE) for text in texts)
+
+
+def fuses_loss(where: Origin) -> bool:
+    """Return whether a stack's loss overwrites logits with their gradient.
+
+    Transformer Engine's cross-entropy does, which every performance recipe of Megatron-Bridge
+    (``perf_recipes/_common.py``, before ``scripts/performance/utils/overrides.py``) and the
+    ModelZoo's guides (``--cross-entropy-fusion-impl te``) take.
+    """
+    bridge = where.release[:2].isdigit() or where.release in ("guide", "zoo")
+    return where.stack == "megatron" and bridge
 
 
 def host_speed(row: dict[str, Any]) -> float:
@@ -196,13 +275,24 @@ def host_speed(row: dict[str, Any]) -> float:
 
 
 STAGES = {
+    (4, 1): "Et*16|t*16|t*16|t*13mL",
+    (4, 0): "Et*16|t*16|t*16|t*13L",
+    (8, 1): "Et*8|(t*8|)*6t*5mL",
+    (8, 0): "Et*8|(t*8|)*6t*5L",
     (16, 1): "Et*4|(t*4|)*14tmL",
     (32, 1): "Et*3|(tt|)*29m|L",
     (16, 0): "Et*4|(t*4|)*14tL",
     (32, 0): "Et|(tt|)*30L",
 }
 """Pipeline layouts of DeepSeek-V3 by stages and multi-token layers, as the recipes and papers that
-print one have it; the third is the first without its multi-token layer."""
+print one have it; of 4, 8 and 16 stages in ``recipes/deepseek/deepseek_v3.py`` of Megatron-Bridge.
+"""
+
+
+MULTI_TOKEN = {"Nemotron-3-Super-120B-A12B": 2, "Nemotron-3-Ultra-550B-A55B": 2}
+"""Multi-token prediction layers of models whose rows do not state them: ``mtp_num_layers`` in
+Megatron-Bridge's ``perf_recipes/nemotronh``. The rows' own FLOPs per token are those of two, 84 and
+361 GFLOP, where one makes 80 and 349."""
 
 
 def stages(row: dict[str, Any], count: int) -> str | None:
@@ -226,13 +316,10 @@ def narrowed(row: dict[str, Any], where: Origin) -> frozenset[Literal["attention
 
 
 def multi_token(row: dict[str, Any]) -> int:
-    """Return the number of multi-token prediction layers.
-
-    Megatron-Bridge counts one for Nemotron-3-Super (``published_runs.md``, section 1).
-    """
+    """Return the number of multi-token prediction layers."""
     if row.get("mtp_layers") is not None:
         return row["mtp_layers"]
-    return int(row["model"].startswith("Nemotron-3-Super") and row["id"].startswith("mb-"))
+    return MULTI_TOKEN.get(row["model"], 0) if origin(row).stack == "megatron" else 0
 
 
 def sharded(row: dict[str, Any], where: Origin) -> int:

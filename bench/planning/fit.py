@@ -7,6 +7,7 @@ count less (Huber), so that an odd row bends nothing.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from planning.rows import Row
@@ -18,9 +19,6 @@ FILE = Path(__file__).parents[2] / "moefold" / "planner" / "time_constants.json"
 KERNELS = "cuDNN attention of DeepSeek-V3's dims, arXiv 2603.07685 table 9"
 TABLE7 = "dispatch and combine of arXiv 2603.07685 table 7, by hand"
 SOURCED: dict[str, tuple[float, str]] = {
-    "common.nic": (0.86, TABLE7),
-    "common.device": (1.0, "a stack that was not measured counts as the middle of the others"),
-    "common.launches": (1.0, "the same of the number of launches"),
     "hopper.forward_rate": (0.68, KERNELS),
     "hopper.forward_half": (886.0, KERNELS),
     "hopper.backward_rate": (0.574, KERNELS),
@@ -67,15 +65,40 @@ PRIORS: dict[str, tuple[float, float]] = {
     "grace.launch_s": (3.5e-5, 0.4),
     "common.kernel_s": (2e-6, 0.5),
     "common.fused": (0.5, 0.5),
+    "common.nic_exchange": (0.82, 0.1),
+    "common.nic_gather": (0.85, 0.2),
+    "common.nic_context": (0.85, 0.2),
+    "common.permute": (1.0, 0.3),
     "common.hidden": (0.9, 0.15),
     "common.hidden_shards": (0.8, 0.3),
     "megatron mpf.hidden_shards": (0.4, 0.5),
+    "common.device": (1.0, 0.3),
+    "common.launches": (1.0, 0.5),
     "common.step_s": (0.03, 0.5),
     "megatron card.step_s": (0.2, 0.5),
 }
 """Constants that are fitted: prior, and its standard deviation as a logarithm."""
-STACK_PRIORS = {"device": (1.0, 0.3), "launches": (1.0, 0.5)}
-SHARE_MAX = {"gemm": 0.97, "narrow": 1.0, "memory": 0.95, "hidden": 0.98}
+FAMILY_WORDS = {"hopper": ("H100", "H800", "H200"), "blackwell": ("B200", "GB200"),
+                "blackwell_ultra": ("GB300", "B300"), "grace": ("GB200", "GB300"),
+                "x86": ("H100", "H800", "H200", "B200")}  # fmt: skip
+"""Devices of each family and kind of host."""
+STACK_SPREAD = {"device": 0.3, "launches": 0.5}
+"""How far a stack may be from the middle of all, ``common``, as a logarithm."""
+RELEASE_SPREAD = {"device": 0.15, "launches": 0.25}
+"""How far a release of a stack may be: less, as most of its code is that of the others."""
+HOSTS = ("grace", "x86")
+LEAST_ROWS = 3
+"""Rows of a kind of host from which a release's factor on launches is applied on that host."""
+SHARE_MAX = {
+    "gemm": 0.97,
+    "narrow": 1.0,
+    "memory": 0.95,
+    "hidden": 0.98,
+    "hidden_shards": 1.0,
+    "nic_exchange": 1.0,
+    "nic_gather": 1.0,
+    "nic_context": 1.0,
+}
 """Shares stay below one."""
 NOISE = 0.05
 """What two runs of one setting differ by, as a logarithm: the sources' own spread is 2 to 5 %."""
@@ -91,19 +114,59 @@ def priors_for(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     """Return every constant that a fit of these rows has."""
     found = dict(PRIORS)
     for stack in stacks_of(rows):
-        for name, prior in STACK_PRIORS.items():
-            found[f"{stack}.{name}"] = prior
+        spread = RELEASE_SPREAD if " " in stack else STACK_SPREAD
+        for name in STACK_SPREAD:
+            found[f"{stack}.{name}"] = 1.0, spread[name]
     return found
 
 
+def hosts_without_rows(rows: Sequence[Row]) -> list[str]:
+    """Return stacks with a kind of host on which too few of their rows ran: ``megatron 26.06 x86``.
+
+    What such a stack's rows say of launches is not applied there.
+    """
+    found: list[str] = []
+    for stack in stacks_of(rows):
+        own = [row.host for row in rows if row.stack == stack]
+        found += [f"{stack} {host}" for host in HOSTS if own.count(host) < LEAST_ROWS]
+    return found
+
+
+def middle_of(name: str) -> str | None:
+    """Return the constant of all stacks that a stack's own is a factor on, if it is one."""
+    scope, _, last = name.rpartition(".")
+    common = f"common.{last}"
+    is_stack = last in STACK_SPREAD and scope not in ("common", *FAMILY_WORDS)
+    return common if is_stack else None
+
+
 def made(names: Sequence[str], logs: np.ndarray) -> Constants:
-    """Return constants from logarithms of the fitted ones."""
+    """Return constants from logarithms of the fitted ones; those of stacks are factors."""
     values = {name: value for name, (value, _) in SOURCED.items()}
-    for name, log in zip(names, logs, strict=True):
+    fitted = dict(zip(names, logs, strict=True))
+    for name, log in fitted.items():
+        middle = middle_of(name)
+        value = float(np.exp(log + (fitted[middle] if middle else 0.0)))
         limit = SHARE_MAX.get(name.split(".")[-1])
-        value = float(np.exp(log))
         values[name] = min(value, limit) if limit else value
     return Constants(values, {"measured": 0.1, "one": 0.2, "none": 0.3})
+
+
+def _start_logs(priors: dict[str, tuple[float, float]], start: dict[str, float]) -> np.ndarray:
+    """Return logarithms of values to start from; those of stacks are factors on the middle."""
+    logs = dict[str, float]()
+    for name, (prior, _) in priors.items():
+        middle = middle_of(name)
+        given = name in start and (middle is None or middle in start)
+        value = start[name] / (start[middle] if middle else 1.0) if given else prior
+        logs[name] = float(np.log(value))
+    return np.array(list(logs.values()))
+
+
+def _limited(names: Sequence[str], logs: np.ndarray) -> np.ndarray:
+    """Return logarithms of which no share exceeds its limit."""
+    limits = [SHARE_MAX.get(name.split(".")[-1], np.inf) for name in names]
+    return np.minimum(logs, np.log(limits))
 
 
 def residuals(rows: Sequence[Row], given: Constants) -> np.ndarray:
@@ -133,7 +196,7 @@ def fit(
     names = list(priors)
     middle = np.log([priors[name][0] for name in names])
     spread = np.array([priors[name][1] for name in names])
-    logs = np.log([(start or {}).get(name, priors[name][0]) for name in names])
+    logs = _start_logs(priors, start or {})
     weights = np.array([weight(row) for row in rows])
     damping, now = 0.1, residuals(rows, made(names, logs))
     cost = _cost(now, weights, logs, middle, spread)
@@ -147,11 +210,11 @@ def fit(
         better = False
         for _ in range(5):
             step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -pull)
-            tried = logs + np.clip(step, -0.5, 0.5)
+            tried = _limited(names, logs + np.clip(step, -0.5, 0.5))
             then = residuals(rows, made(names, tried))
             found = _cost(then, weights, tried, middle, spread)
             if found < cost:
-                better = cost - found > 1e-3 * cost
+                better = cost - found > 5e-4 * cost
                 logs, now, cost, damping = tried, then, found, damping / 3
                 break
             damping *= 4
@@ -160,6 +223,35 @@ def fit(
             break
     given = made(names, logs)
     return {name: given.values[name] for name in names}
+
+
+def support(rows: Sequence[Row], values: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Return what fixes each fitted constant at given values.
+
+    For each: the number of rows that it moves, the share of what is known of it that is theirs
+    rather than the prior's, and the models that most of that is from, with their shares.
+    """
+    priors = priors_for(rows)
+    names = list(priors)
+    logs = _start_logs(priors, values)
+    now = residuals(rows, made(names, logs))
+    slopes = _slopes(rows, names, logs, now)
+    counted = np.array([weight(row) for row in rows])
+    counted *= np.minimum(1.0, HUBER / np.maximum(np.abs(now), 1e-9))
+    known = counted[:, None] * slopes**2
+    found: dict[str, dict[str, Any]] = {}
+    for name, by_row in zip(names, known.T, strict=True):
+        total = float(by_row.sum())
+        models: dict[str, float] = {}
+        for row, part in zip(rows, by_row, strict=True):
+            models[row.raw["model"]] = models.get(row.raw["model"], 0.0) + float(part)
+        first = sorted(models, key=lambda model: -models[model])[:3]
+        found[name] = {
+            "rows": int((by_row > 0).sum()),
+            "share": round(total / (total + priors[name][1] ** -2), 3),
+            "models": {model: round(models[model] / total, 2) for model in first if total},
+        }
+    return found
 
 
 def _cost(now: np.ndarray, weights: np.ndarray, logs, middle, spread) -> float:
@@ -172,7 +264,8 @@ def _slopes(
     rows: Sequence[Row], names: Sequence[str], logs: np.ndarray, now: np.ndarray
 ) -> np.ndarray:
     """Return the derivative of residuals; a stack's constants touch its own rows alone."""
-    step, slopes = 0.01, np.zeros((len(rows), len(names)))
+    # Downwards: above its limit a share has no slope.
+    step, slopes = -0.01, np.zeros((len(rows), len(names)))
     for j, name in enumerate(names):
         moved = logs.copy()
         moved[j] += step
@@ -182,11 +275,6 @@ def _slopes(
         if own:
             slopes[own, j] = (residuals([rows[i] for i in own], given) - now[own]) / step
     return slopes
-
-
-FAMILY_WORDS = {"hopper": ("H100", "H800", "H200"), "blackwell": ("B200", "GB200"),
-                "blackwell_ultra": ("GB300", "B300"), "grace": ("GB200", "GB300"),
-                "x86": ("H100", "H800", "H200", "B200")}  # fmt: skip
 
 
 def _touches(scope: str, row: Row) -> bool:
@@ -200,6 +288,7 @@ def _touches(scope: str, row: Row) -> bool:
 def constants_with(fitted: dict[str, float], rows: Sequence[Row]) -> Constants:
     """Return fitted and sourced constants together; devices of the rows count as measured."""
     values = {name: value for name, (value, _) in SOURCED.items()} | fitted
+    values |= {f"{scope}.launches": fitted["common.launches"] for scope in hosts_without_rows(rows)}
     values |= {f"{row.raw['gpu']}.measured": 1.0 for row in rows}
     return Constants(values, {"measured": 0.1, "one": 0.2, "none": 0.3})
 
@@ -213,6 +302,11 @@ def save(fitted: dict[str, float], rows: Sequence[Row], spread: dict[str, float]
     entries |= {
         name: [float(f"{value:.6g}"), f"fit of {count[name]} rows by bench/plan_accuracy.py --fit"]
         for name, value in fitted.items()
+    }
+    middle = float(f"{fitted['common.launches']:.6g}")
+    entries |= {
+        f"{scope}.launches": [middle, "that of all stacks: too few rows of this host were fitted"]
+        for scope in hosts_without_rows(rows)
     }
     entries |= {
         f"{gpu}.measured": [1.0, "rows of this device were fitted"]

@@ -100,6 +100,11 @@ class Row:
         where = defaults.origin(self.raw)
         return f"{where.stack} {where.release[:5]}".strip()
 
+    @property
+    def host(self) -> str:
+        """Kind of the hosts: ``x86`` or ``grace``."""
+        return self.case.cluster.device.host
+
     def rate(self, seconds: float) -> float:
         """Return TFLOP/s per GPU, as the source counts, of a step that takes so long."""
         assert self.gflop_per_token is not None
@@ -206,6 +211,8 @@ def case_of(row: dict[str, Any]) -> Case:
                 parameters=True,
             ),
             host_speed=defaults.host_speed(row),
+            chunks_head=defaults.chunks_head(row),
+            fuses_loss=defaults.fuses_loss(where),
         ),
     )
 

@@ -99,7 +99,17 @@ class Software:
     host_speed: float = 1.0
     """Kernel launches per second relative to the host on which the stack was measured."""
     loss_chunk: int = 1024
-    """Rows of a chunk of logits in Moefold; other stacks hold the logits of all rows."""
+    """Rows of a chunk of logits where head and loss are computed by chunks."""
+    chunks_head: bool = False
+    """Whether a stack other than Moefold computes head and loss by chunks, as Moefold does."""
+
+    fuses_loss: bool = False
+    """Whether another stack writes the gradient of logits over them, without a copy in fp32."""
+
+    @property
+    def logits_chunk(self) -> int | None:
+        """Rows of a chunk of logits; None where the logits of all rows exist at once."""
+        return self.loss_chunk if self.stack == "moefold" or self.chunks_head else None
 
 
 class StageContents(NamedTuple):

@@ -83,7 +83,14 @@ class Rates:
     """Share of link bandwidth reached by exchanges that send a row once per rank or node."""
     link_deepep: float
     """Share of link bandwidth that DeepEP reaches."""
-    nic: float
+    nic_exchange: float
+    """Share of a NIC's rate that exchanges with experts reach."""
+    nic_gather: float
+    """Share of a NIC's rate that gathers and reduce-scatters reach."""
+    nic_context: float
+    """Share of a NIC's rate that context ranks reach with keys, values and heads."""
+    permute: float
+    """Bytes moved to sort rows by expert and back, relative to one read and write for each."""
     hidden: float
     """Share of exchanges that overlap hides, where there is enough compute."""
     hidden_shards: float
@@ -127,7 +134,10 @@ class Constants:
         key = (device, stack, release, measured, host, family)
         if key not in self._cache:
             software = f"{stack} {self.nearest_release(stack, release)}".strip()
-            scopes = (software, stack, device, family, host, "common", FALLBACK)
+            scopes = (
+                f"{software} {host}", software, f"{stack} {host}", stack,
+                device, family, host, "common", FALLBACK,
+            )  # fmt: skip
             constants = {field.name: self._lookup(field.name, scopes) for field in fields(Rates)}
             if unknown := sorted(dict(measured).keys() - constants.keys()):
                 raise ValueError(

@@ -330,12 +330,16 @@ def _chunk_estimator(case: Case) -> ChunkEstimator:
     buffers = software.cuda_graphs != "none" and software.stack != "moefold"
     graphs = overheads.graph_buffers if buffers else 0.0
     sharding = StateSharding.of(case)
-    rows = software.loss_chunk
+    rows = software.logits_chunk
     shape = layer_shape(case)
     # A CPU holds logits and their logarithms in fp32; GPU kernels replace logits by their gradient.
     logit = 8 if overheads is CPU_OVERHEADS else shape.width
+    # Without a fused loss logits are saved once more in fp32.
+    saved_logit = shape.width if software.fuses_loss else shape.width + 4
     policy = (case.recompute, case.offload)
-    return _cached_estimator(case.decoder, shape, sharding, *policy, graphs, rows, logit)
+    return _cached_estimator(
+        case.decoder, shape, sharding, *policy, graphs, rows, logit, saved_logit
+    )
 
 
 def offload_order(case: Case, rank: int) -> list[tuple[int, ...]]:

@@ -73,18 +73,23 @@ class ChunkEstimator:
         recompute: Modules,
         offload: Offload,
         graphs: float,
-        rows: int,
+        rows: int | None,
         logit: int,
+        saved_logit: int,
     ) -> None:
-        """Store the inputs; a chunk of logits has ``rows`` rows and ``logit`` bytes per element."""
+        """Store the inputs; a chunk of logits has ``rows`` rows and ``logit`` bytes per element.
+
+        Without ``rows`` there are no chunks, and ``saved_logit`` bytes per element are saved.
+        """
         self.decoder = decoder
         self.shape = shape
         self.recompute = recompute
         self.offload = offload
         self.graphs = graphs
         self.blocks, _ = distinct_blocks(decoder)
-        self.loss_rows = min(rows, shape.piece)
+        self.loss_rows = None if rows is None else min(rows, shape.piece)
         self.logit = logit
+        self.saved_logit = saved_logit
         self.stack = sharding.stack
         self.recipe = sharding.numbers.recipe
         self.sharding = sharding
@@ -100,9 +105,9 @@ class ChunkEstimator:
     def _compute(self, stage: StageContents, order: tuple[int, ...]) -> ChunkBytes:
         shape = self.shape
         columns = largest_share(self.decoder.vocab, shape.tp)
-        # Other stacks save all logits between forward and backward, and a second time in fp32.
-        all_logits = shape.piece * columns * (shape.width + 4)
-        logits = shape.hidden_bytes if self.stack == "moefold" else all_logits
+        # Without chunks all logits are saved between forward and backward.
+        all_logits = shape.piece * columns * self.saved_logit
+        logits = all_logits if self.loss_rows is None else shape.hidden_bytes
         pages = self.offload.pages
         inputs = shape, self.stack, self.recipe, self.recompute, pages
         layers = [(_block_bytes(self.blocks[kind], *inputs), count) for kind, count in stage.layers]
@@ -133,7 +138,7 @@ class ChunkEstimator:
             saved += reads.count("residual") * shape.hidden_bytes
         if stage.has_norm:
             saved += shape.hidden_bytes + shape.rows * STATISTIC
-        if stage.loss and self.stack == "moefold":
+        if stage.loss and self.loss_rows is not None:
             forward = max(forward, self.loss_rows * columns * self.logit)
         weights, gradients = unsharded_units(self.decoder, self.sharding, stage)
         gathered = two_largest(weights)

@@ -65,11 +65,12 @@ def _domain_size(cluster: Cluster) -> int:
     return 1 << (domain.bit_length() - 1)
 
 
-def ring_seconds(moved: float, group: GroupReach, cluster: Cluster, rates: Rates) -> float:
+def ring_seconds(moved: float, group: GroupReach, cluster: Cluster, nic: float) -> float:
     """Return the seconds of an all-gather or reduce-scatter of ``moved`` bytes in total.
 
     Within a domain each rank forwards ``(n - 1) / n`` of them. Across domains every rank transfers
-    its share of the others' bytes over its own NIC, while the links carry the rest.
+    its share of the others' bytes over its own NIC, of whose rate it reaches the share ``nic``,
+    while the links carry the rest.
     """
     if group.size == 1 or not moved:
         return 0.0
@@ -79,8 +80,8 @@ def ring_seconds(moved: float, group: GroupReach, cluster: Cluster, rates: Rates
     links = moved * (inside - 1) / inside / (cluster.link_rate(inside) * RING_EFFICIENCY)
     if domains == 1:
         return links + LINK_LATENCY
-    nic = moved * (domains - 1) / domains / inside
-    return max(links, nic / (device.nic_bandwidth * rates.nic)) + NIC_LATENCY
+    across = moved * (domains - 1) / domains / inside / (device.nic_bandwidth * nic)
+    return max(links, across) + NIC_LATENCY
 
 
 def expected_distinct(count: int, draws: float) -> float:
@@ -125,18 +126,28 @@ def exchange_seconds(
     cluster: Cluster,
     rates: Rates,
     load: float,
+    nic: float | None = None,
 ) -> float:
-    """Return the seconds of one dispatch or one combine; ``load`` is the rows of the fullest rank,
-    for which the others wait, over the mean.
+    """Return the seconds of one dispatch or one combine.
+
+    Args:
+        rows: what a rank sends.
+        dispatcher: how it sends them.
+        group: the ranks that exchange.
+        cluster: their links.
+        rates: the shares of the links' rates that are reached.
+        load: rows of the fullest rank, for which the others wait, over the mean.
+        nic: the share of a NIC's rate; default is that of exchanges with experts.
     """
     if group.size == 1:
         return 0.0
     device = cluster.device
     ranks = group.size
+    nic = rates.nic_exchange if nic is None else nic
     if dispatcher == "allgather":
-        return ring_seconds(rows.rows * rows.bytes * ranks, group, cluster, rates)
+        return ring_seconds(rows.rows * rows.bytes * ranks, group, cluster, nic)
     if dispatcher == "spread":
-        return 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, load)
+        return 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, load, nic)
     deduplicates = dispatcher in DEDUPLICATING
     efficiency = rates.link_fused if deduplicates else rates.link
     if dispatcher == "deep_ep":
@@ -150,5 +161,5 @@ def exchange_seconds(
         return seconds + LINK_LATENCY
     if deduplicates and dispatcher != "alltoall_once":
         copies = rows.expected_domains(domains)
-    across = volume * copies * (domains - 1) / domains / (device.nic_bandwidth * rates.nic)
+    across = volume * copies * (domains - 1) / domains / (device.nic_bandwidth * nic)
     return max(seconds, across) + NIC_LATENCY

@@ -174,9 +174,11 @@ def _logits(case: Case, memory: StageMemory) -> tuple[float, str]:
         return 0.0, "working memory"
     rows = case.rows * case.sizes.tp
     columns = largest_share(case.decoder.vocab, case.sizes.tp)
-    if case.software.stack != "moefold":
-        # In the products' format, and in fp32 for the loss.
-        return min(rows * columns * 6.0, memory.parts["activations"]), "activations"
-    size = min(rows, case.software.loss_chunk) * columns * 2.0
+    chunk = case.software.logits_chunk
+    if chunk is None:
+        # In the products' format, and without a fused loss in fp32 too.
+        each = 2.0 if case.software.fuses_loss else 6.0
+        return min(rows * columns * each, memory.parts["activations"]), "activations"
+    size = min(rows, chunk) * columns * 2.0
     # With less in use, the peak is not that of the loss.
     return (size if memory.parts["working"] >= size else 0.0), "working memory"

@@ -286,7 +286,10 @@ def data_parallel_seconds(
     )
 
     def ring(width: float) -> float:
-        return sum(ring_seconds(count * width, group, cluster, rates) for count, group in weights)
+        return sum(
+            ring_seconds(count * width, group, cluster, rates.nic_gather)
+            for count, group in weights
+        )
 
     # Each pair is the seconds of a collective and the compute that can hide it.
     gathers = 1

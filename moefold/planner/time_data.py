@@ -225,7 +225,7 @@ def collective_seconds(case: Case, stage: StageContents, rates: Rates) -> DataSe
         group = collective_reach(case, collective)
         runs = count
         runs *= 2 if collective.op == "all_reduce" else 1
-        ring = ring_seconds(collective.bytes, group, case.cluster, rates)
+        ring = ring_seconds(collective.bytes, group, case.cluster, rates.nic_gather)
         seconds[collective.overlaps_with] += runs * ring
     return DataSeconds(**seconds)
 

@@ -69,7 +69,9 @@ def dispatch_seconds(
     seconds = sum(exchange_seconds(rows, dispatch, group, cluster, rates, load) for load in loads)
     if shape.etp > 1:
         gathered = copies * rows.bytes * shape.etp * loads[-1]
-        seconds += ring_seconds(gathered, strided_reach(cluster, shape.etp, 1), cluster, rates)
+        seconds += ring_seconds(
+            gathered, strided_reach(cluster, shape.etp, 1), cluster, rates.nic_gather
+        )
     return seconds
 
 
@@ -81,7 +83,8 @@ def tensor_seconds(
     Each sublayer with products that tp cuts gathers their inputs, which are saved unless
     recomputed, and reduce-scatters their outputs; backward runs the transposes of both.
     """
-    group = strided_reach(setting.cluster, shape.tp, 1), setting.cluster, setting.rates
+    nic = setting.rates.nic_gather
+    group = strided_reach(setting.cluster, shape.tp, 1), setting.cluster, nic
     scatter = ring_seconds(shape.piece * shape.hidden * setting.width, *group)
     if setting.stack != "moefold":
         # Other stacks save a rank's own rows, and gather once more for weight gradients.
@@ -160,20 +163,22 @@ def context_seconds(
     keys = sent[0]
     if context.gathers:
         group = strided_reach(cluster, shape.cp, shape.tp)
-        gather = ring_seconds(keys * shape.cp, group, cluster, rates)
+        gather = ring_seconds(keys * shape.cp, group, cluster, rates.nic_context)
         return gather, gather
     heads = context.sharing_heads(shape.cp)
     # Queries, keys and values in one exchange, outputs in another.
     group = strided_reach(cluster, heads, shape.tp)
     rows = DispatchRows(1.0, sum(sent) / 2, 1)
-    exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)
+    exchanged = 2 * exchange_seconds(
+        rows, "alltoall", group, cluster, rates, 1.0, rates.nic_context
+    )
     ranks = shape.cp // heads
     if ranks == 1:
         return exchanged, exchanged
     group = strided_reach(cluster, ranks, shape.tp * heads)
     # A ring sends to one neighbour.
     rate = cluster.link_rate(2) if group.domains == 1 else cluster.device.nic_bandwidth
-    ring = keys * (ranks - 1) / (rate * rates.nic)
+    ring = keys * (ranks - 1) / (rate * rates.nic_context)
     forward = max(ring / ranks, ring - attention[0])
     backward = max(2 * ring / ranks, 2 * ring - attention[1])
     return exchanged + forward, exchanged + backward

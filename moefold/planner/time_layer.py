@@ -247,7 +247,8 @@ def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
     time.add_part(TIME_PART.get(name, "memory"), *_matmul_seconds(work, setting, narrow))
     scanned = work.scanned_bytes * rates.scan
     fused = setting.fused_quantise if name in ("permute", "moe_act") else 1.0
-    factor = fused * (setting.width / BF16)
+    passes = rates.permute if name == "permute" else 1.0
+    factor = fused * passes * (setting.width / BF16)
     forward = factor * (work.moved + scanned)
     # Gradients of weights are added to an fp32 buffer.
     backward = factor * (work.moved_backward + 2 * scanned) + 8.0 * trained
@@ -256,8 +257,8 @@ def _part_time(name: str, work: Work, setting: KernelSetting) -> WorkTime:
         # With delayed scaling no pass over the values for their maximum is needed.
         unread = BF16 if "delayed" in setting.narrowed else 0
         each = (QUANTISE_BYTES[setting.recipe] - unread) * rates.quantise * setting.fused_quantise
-        passes = (_move_seconds(each * count, setting) for count in work.quantised_elements)
-        time.add_part("quantise", *passes)
+        quantising = (_move_seconds(each * count, setting) for count in work.quantised_elements)
+        time.add_part("quantise", *quantising)
     kernels = work.launches
     if quantises and not work.bf16_only:
         kernels += NARROW_LAUNCHES * sum(product.count for product in work.products)

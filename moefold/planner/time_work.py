@@ -188,7 +188,7 @@ class KernelSetting:
     """Factor on quantising and launches where experts are one fused operation."""
     overlap_tp: bool
     loss_chunk: int | None
-    """Rows of a chunk of logits; None is all rows, as in stacks other than Moefold."""
+    """Rows of a chunk of logits; None is all rows."""
     stack: str
 
     @property
@@ -225,7 +225,7 @@ def build_setting(
     return _setting(
         cluster, given.rates(*key, device), given.uncertainty(*key), recipe, narrowed,
         software.cuda_graphs, software.host_speed, given.values["common.fused"] if fused else 1.0,
-        software.overlaps.tp, software.loss_chunk if stack == "moefold" else None, stack,
+        software.overlaps.tp, software.logits_chunk, stack,
     )  # fmt: skip
 
 

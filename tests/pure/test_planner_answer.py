@@ -242,7 +242,8 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
     setting = build_setting(ring.cluster, ring.software, "bf16", frozenset())
     attention = ring.decoder.blocks[0].attention
     keys = ring.micro_batch * ring.seq / 4 * 2 * attention.kv_heads * attention.head_dim * 2
-    once = ring_seconds(4 * keys, strided_reach(ring.cluster, 4, 1), ring.cluster, setting.rates)
+    nic = setting.rates.nic_context
+    once = ring_seconds(4 * keys, strided_reach(ring.cluster, 4, 1), ring.cluster, nic)
     assert shown[1] == pytest.approx(2 * once * len(ring.decoder.blocks) * ring.num_micro_batches)
     # Gathered keys of four ranks stay; exchanged heads stay beside the rows they come from.
     kept = [fullest_rank(one).total for one in (ring, gathered, heads, mixed)]

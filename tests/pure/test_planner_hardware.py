@@ -175,7 +175,7 @@ def test_links_are_those_that_are_stated() -> None:
     assert slower.connections == "8 connected by PCIe of 20 GB/s each"
     rates = constants().rates("A100", "moefold", "")
     whole = GroupReach(4, 4)
-    times = [ring_seconds(1e12, whole, cluster, rates) for cluster in (switched, stated)]
+    times = [ring_seconds(1e12, whole, cluster, rates.nic_gather) for cluster in (switched, stated)]
     assert times[1] / times[0] == pytest.approx(300 / 25, rel=1e-4)
     alone = parse_cluster("h100x8", StatedLinks.parse(node=1))
     assert alone.connections == "connected by 50 GB/s of network per device alone"

@@ -232,8 +232,8 @@ def test_products_lose_at_small_dims_and_never_beat_the_peak():
 def test_groups_that_leave_their_domain_are_slower():
     where = parse_cluster("h100x64")
     rates = constants().rates("H100", "megatron", "26.04")
-    inside = ring_seconds(1e9, strided_reach(where, 8, 1), where, rates)
-    across = ring_seconds(1e9, strided_reach(where, 8, 8), where, rates)
+    inside = ring_seconds(1e9, strided_reach(where, 8, 1), where, rates.nic_gather)
+    across = ring_seconds(1e9, strided_reach(where, 8, 8), where, rates.nic_gather)
     assert across > 4 * inside
     assert strided_reach(where, 8, 8).domains == 8
     assert strided_reach(parse_cluster("gb200x128"), 64, 1).domains == 1
