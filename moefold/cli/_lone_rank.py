@@ -39,7 +39,7 @@ MB = 1e6
 
 def add_rank(parser: argparse.ArgumentParser) -> None:
     """Add ``--rank`` and the options that need it."""
-    text = "run this rank of the layout alone, exchanges replaced by copies, beside its plan"
+    text = "run this rank of the layout alone, exchanges replaced by copies (default: none)"
     parser.add_argument("--rank", metavar="N", type=int, help=text)
     text = "with --rank: divide widths, vocabulary and sequences by N (default: on a GPU 1, on a "
     text += "CPU as little as makes a step take seconds)"

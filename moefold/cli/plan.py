@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     kinds = "run file, recipe, Hugging Face folder, or published model"
     add_run(parser, "train.micro_batch=2", kinds, optional=True)
-    text = "device and number, such as h100x256; or cpu or a .json file (docs/plan.md)"
+    text = "device and number, such as h100x256; or cpu or a .json file (default: none)"
     parser.add_argument("--cluster", metavar="NAME", help=text)
     text = "links inside a node: switch, mesh or pcie, GB/s, or pcie:20 (default: as sold)"
     parser.add_argument("--links", metavar="KIND", help=text)

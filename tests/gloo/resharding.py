@@ -82,7 +82,13 @@ LAYOUTS = (
 """Sizes, ranks and ZeRO stage."""
 OPTIMIZERS = {kind: record() for kind, record in OPTIMIZER.kinds.items()}
 OPTIMIZERS["adamw fp8"] = AdamW(moments="fp8", moment_group=4)
-SELECTED = {"adamw": (0, 16, 19), "muon": (1, 11), "adamw fp8": (0, 4, 13, 20)}
+SELECTED = {
+    "adamw": (0, 16, 19),
+    "muon": (1, 11),
+    "sgd": (0, 16),
+    "lion": (1, 11),
+    "adamw fp8": (0, 4, 13, 20),
+}
 """Those between which the tests load, by optimizer."""
 Place = tuple[str, int, int]
 

@@ -56,21 +56,24 @@ def test_released_vocabularies_train_as_on_one_rank(vocab: int) -> None:
     assert not failures([proof("released", f"tp{n}", n, vocab) for n in (2, 4, 8)])
 
 
-def continued(info: RankInfo | None, vocab: int, sizes: str) -> list[list[int]]:
-    """Continue prompts with a model of ``vocab`` tokens."""
+def continued(info: RankInfo | None, vocab: int, sizes: str, routing: str) -> list[list[int]]:
+    """Continue prompts with a model of ``vocab`` tokens, whose routing is recorded."""
     SUBJECTS["released"] = released(vocab)
-    return write(info, "released", sizes, 0, True)
+    return write(info, "released", sizes, 0, True, routing)
 
 
 @pytest.mark.parametrize(
     ("vocab", "worlds"),
     [(61, [4]), *(pytest.param(vocab, [2, 4, 8], marks=pytest.mark.matrix) for vocab in RELEASED)],
 )
-def test_shares_of_tokens_are_sampled_as_on_one_rank(vocab: int, worlds: list[int]) -> None:
+def test_shares_of_tokens_are_sampled_as_on_one_rank(
+    vocab: int, worlds: list[int], tmp_path: Path
+) -> None:
     """Of 61 tokens the first of four ranks has 16, the others 15."""
-    alone = continued(None, vocab, "")
+    alone = continued(None, vocab, "", str(tmp_path / "1"))
     for ranks in worlds:
-        assert launch(continued, ranks, vocab, f"tp{ranks}", time_out_s=60) == alone
+        folder = str(tmp_path / str(ranks))
+        assert launch(continued, ranks, vocab, f"tp{ranks}", folder, time_out_s=60) == alone
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
