@@ -119,7 +119,7 @@ class LoneRank:
         whole = each * size / (size - 1)
         reach = _reach(cluster, ranks)
         if op.startswith("all_reduce"):
-            return calls * 2 * ring_seconds(whole / 2, reach, cluster, rates)
+            return calls * 2 * ring_seconds(whole / 2, reach, cluster, rates.nic_gather)
         if op in ("send", "shift"):
             near = _reach(cluster, ranks[:2])
             rows = DispatchRows(1.0, 2 * each, 1)
@@ -127,7 +127,7 @@ class LoneRank:
         if op in ("all_to_all", "scatter_rows"):
             rows = DispatchRows(1.0, whole, 1)
             return calls * exchange_seconds(rows, "alltoall", reach, cluster, rates, 1.0)
-        return calls * ring_seconds(whole, reach, cluster, rates)
+        return calls * ring_seconds(whole, reach, cluster, rates.nic_gather)
 
 
 def _reach(cluster: Cluster, ranks: Sequence[int]) -> GroupReach:
