@@ -57,8 +57,8 @@ PLANTS = (
         "a lone rank's sums cost half of what they do",
         COSTS,
         "training/rank_task.py",
-        "calls * 2 * ring_seconds(whole / 2, reach, cluster, rates)",
-        "calls * ring_seconds(whole / 2, reach, cluster, rates)",
+        "calls * 2 * ring_seconds(whole / 2, reach, cluster",
+        "calls * ring_seconds(whole / 2, reach, cluster",
     ),
     Plant(
         "a lone rank's messages between nodes cost what they do within one",
