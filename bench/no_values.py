@@ -23,6 +23,7 @@ from moefold.comm import collectives
 from moefold.comm.group import Group
 from moefold.comm.lone import join_alone, leave
 from moefold.data.batch import MicroBatch, assemble
+from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.moe import clone_weights
@@ -45,12 +46,12 @@ def data_of(
     layout: Layout,
     ranks: int,
     rank: int = 0,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     device: torch.device = META,
 ) -> ShardedState:
     """Return a rank's share of a model, without values; call it inside :func:`apart`."""
     world = join_alone(Folding(layout.split, ranks), rank, device)
-    return ShardedState(build_parts(record, precision, layout, world, "meta"))  # type: ignore[arg-type]
+    return ShardedState(build_parts(record, precision, layout, world, "meta"))
 
 
 def micro_batch(rows: int = ROWS, documents: int = 1) -> MicroBatch:

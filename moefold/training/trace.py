@@ -144,7 +144,9 @@ class StepTrace:
 
     def _events(self) -> tuple[list[Operator], list[Interval], list[Interval]]:
         """Return operators or kernels, transfers in the background, and waits between lanes."""
-        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        profiler = self._profile.profiler
+        assert profiler is not None and profiler.kineto_results is not None, "it has stopped"
+        events = profiler.kineto_results.events()
         anchor = next(event for event in events if event.name() == ANCHOR)
         offset = self._anchored - anchor.start_ns() * 1e-9
         thread = anchor.start_thread_id()

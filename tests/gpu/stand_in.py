@@ -11,8 +11,9 @@ same time. Tests of those alone are marked ``real_device``.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,7 +37,7 @@ NAME = "stand-in for a device"
 MEMORY = 16 << 30
 READS = {getattr(Tensor, name) for name in VALUES} | {Tensor.nonzero, torch.nonzero, torch.equal}
 """Functions that wait for the device where they are given a tensor of it."""
-PLACE = Tensor.device.__get__  # type: ignore[attr-defined]
+PLACE = vars(torch._C.TensorBase)["device"].__get__
 
 
 class Event:
@@ -209,11 +210,15 @@ def _on_host(x: Any) -> Any:
 
 
 def _is_hosts(x: Tensor) -> bool:
-    return "is_hosts" in x.__dict__
+    return "is_hosts" in vars(x)
+
+
+def _made_on_host(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return _as_hosts(make(*args, **kwargs))
 
 
 def _as_hosts(x: Tensor) -> Tensor:
-    x.is_hosts = True  # type: ignore[attr-defined]
+    vars(x)["is_hosts"] = True
     return x
 
 
@@ -291,9 +296,8 @@ def opened() -> Iterator[None]:
         for name, change in changes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, change))
         for name in ("from_numpy", "frombuffer"):  # which no mode is told of
-            made = getattr(torch, name)
-            change = lambda *args, made=made, **kwargs: _as_hosts(made(*args, **kwargs))  # noqa: E731
-            stack.enter_context(mock.patch.object(torch, name, change))
+            made = partial(_made_on_host, getattr(torch, name))
+            stack.enter_context(mock.patch.object(torch, name, made))
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _backward))
         of_tensors = {
             "device": property(_device),

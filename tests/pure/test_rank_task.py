@@ -3,6 +3,8 @@
 import pytest
 
 from moefold.config.errors import RunError
+from moefold.moe.config import Moe
+from moefold.moe.dispatch.config import FixedShape
 from moefold.planner.case import Case
 from moefold.planner.hardware import cpu_device, device_by_name
 from moefold.run import Run, load_run
@@ -54,11 +56,15 @@ def test_a_smaller_step_has_the_layers_the_layout_and_the_schedule_of_the_run() 
     assert case.num_micro_batches == 32 < full.num_micro_batches
     assert case.stages == full.stages and case.schedule == full.schedule
     for block, before in zip(case.decoder.blocks, full.decoder.blocks, strict=True):
-        assert block.attention.heads == before.attention.heads  # type: ignore[attr-defined]
-        assert block.ffn.width < before.ffn.width  # type: ignore[attr-defined]
+        heads, heads_before = (getattr(b.attention, "heads", None) for b in (block, before))
+        assert heads == heads_before is not None
+        width, width_before = (getattr(b.ffn, "width", 0) for b in (block, before))
+        assert width < width_before
     mixture, before = case.decoder.blocks[-1].ffn, full.decoder.blocks[-1].ffn
-    assert mixture.router == before.router  # type: ignore[attr-defined]
-    assert mixture.shared.width < before.shared.width  # type: ignore[attr-defined]
+    assert isinstance(mixture, Moe) and isinstance(before, Moe)
+    assert mixture.router == before.router
+    assert mixture.shared is not None and before.shared is not None
+    assert mixture.shared.width < before.shared.width
     assert task.memory.peak_allocated < HOST / 2
     assert task.memory.rank == 5
 
@@ -66,7 +72,9 @@ def test_a_smaller_step_has_the_layers_the_layout_and_the_schedule_of_the_run() 
 def test_rooms_of_rows_shrink_with_the_rows() -> None:
     run = load_run("tiny", ["layout.sizes=ep2", "layout.dispatch={kind: padded, max_rows: 320}"])
     case = task_of(run, 0, 2).full
-    assert smaller(case, 4).layout.dispatch.max_rows == 80  # type: ignore[union-attr]
+    dispatch = smaller(case, 4).layout.dispatch
+    assert isinstance(dispatch, FixedShape)
+    assert dispatch.max_rows == 80
 
 
 def test_a_step_that_is_too_large_for_the_machine_says_so() -> None:
