@@ -14,7 +14,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from moefold.config.errors import RunError
-from moefold.layers.config import Context, Offload, Ring
+from moefold.layers.config import Context, Offload, Precision, Ring
 from moefold.mesh.config import EVEN, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import StageMapping, StagePart, Stages
@@ -62,6 +62,11 @@ class NumberFormats:
     """What a narrow recipe also computes in its format, where recipes usually use bfloat16;
     ``rows`` are those sent to experts, and gradients of their results. ``delayed``: scaling factors
     are known before the values that they scale."""
+
+    @property
+    def precision(self) -> Precision:
+        """The format in which training computes what the recipe does not narrow."""
+        return "fp32" if self.recipe == "fp32" else "bf16"
 
     @property
     def matrix_moment_bytes(self) -> float:

@@ -12,6 +12,7 @@ from moefold.planner.case import (
 )
 from moefold.planner.memoize import memoize
 from moefold.planner.memory_state import StateSharding, state_estimator
+from moefold.spec.reference import Reference
 from moefold.spec.tuning import freeze, without_tuning
 
 
@@ -21,12 +22,11 @@ def frozen_model(decoder: Decoder) -> Decoder:
     return freeze(without_tuning(decoder), ("*",))
 
 
-def reference_model(case: Case) -> Decoder | None:
-    """Return the model whose forward runs before each step of a case, None if there is none."""
-    reference = case.reference
-    if reference is None or not (reference.runs_model or reference.teacher):
+def reference_model(reference: Reference | None, decoder: Decoder) -> Decoder | None:
+    """Return the model whose forward runs before each step of a decoder; None if there is none."""
+    if reference is None or not reference.runs_forward:
         return None
-    return frozen_model(reference.teacher or case.decoder)
+    return frozen_model(reference.teacher or decoder)
 
 
 def reference_contents(case: Case, decoder: Decoder) -> PipelineContents:

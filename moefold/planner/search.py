@@ -32,7 +32,7 @@ from moefold.planner.memory_saved import saved_by_module, saved_tensors_of
 from moefold.planner.memory_state import StateBytes, StateSharding, state_estimator
 from moefold.planner.network import even_domains
 from moefold.planner.recompute import MEMORY_RESERVE
-from moefold.planner.reference import frozen_model
+from moefold.planner.reference import reference_model
 from moefold.planner.search_space import (
     DISPATCHERS,
     Foldings,
@@ -548,12 +548,11 @@ class Search:
         """Return a lower bound of the seconds of a reference's forwards: for each, the slowest
         rank's share or, with virtual stages, all from its first stage to its last.
         """
-        reference = self.task.reference
-        if reference is None or not (reference.runs_model or reference.teacher):
+        decoder = reference_model(self.task.reference, self.task.decoder)
+        if decoder is None:
             return 0.0
         key = "reference", depth.grids
         if key not in self._cache:
-            decoder = frozen_model(reference.teacher or self.task.decoder)
             contents = StageContents(tuple(sorted(Counter(distinct_blocks(decoder)[1]).items())))
             forward = list[float]()
             for name in DISPATCHERS if depth.grids.ep * depth.grids.etp > 1 else ("local",):

@@ -166,7 +166,7 @@ def _reference_part(case: Case, passes: "PassTime") -> dict[str, float]:
     if case.reference is None:
         return {}
     seconds = 0.0
-    decoder = reference_model(case)
+    decoder = reference_model(case.reference, case.decoder)
     if decoder is not None:
         shape, setting, policy = passes.inputs
         shape = shape._replace(hidden=decoder.hidden)

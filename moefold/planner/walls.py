@@ -204,11 +204,10 @@ def best_change(task: TrainingTask, case: Case, wall: str) -> LayoutChange | Non
     """
     changes = suggest_changes(task, case, changes_against(task, case, wall))
     before = planned_walls(case)[0][wall]
-    gains = [before - planned_walls(change.case)[0][wall] for change in changes if change.fits]
     useful = [
-        (gain, change)
-        for gain, change in zip(gains, (c for c in changes if c.fits), strict=True)
-        if change.saved_share > 0
+        (before - planned_walls(change.case)[0][wall], change)
+        for change in changes
+        if change.fits and change.saved_share > 0
     ]
     if not useful:
         return None

@@ -31,6 +31,11 @@ class Reference:
     second_logits: bool = False
     """Whether the loss computes all logits before those of its gradient."""
 
+    @property
+    def runs_forward(self) -> bool:
+        """Whether a forward of some model runs before each step."""
+        return self.runs_model or self.teacher is not None
+
     def row_bytes(self, width: int) -> int:
         """Return the bytes that each row of a step has on the last stage until its loss."""
         hidden = 0 if self.teacher is None else self.teacher.hidden

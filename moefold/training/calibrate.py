@@ -33,7 +33,7 @@ from moefold.planner.task import task_from_run
 from moefold.planner.time import estimate_time, newton_schulz_seconds
 from moefold.planner.time_work import build_setting
 from moefold.run import Run
-from moefold.training.machine import HOST_BYTES, cpu_name
+from moefold.training.machine import HOST_BYTES, cpu_name, one_thread
 from moefold.training.step import gradients
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -114,9 +114,7 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
     Raises:
         ValueError: if a run has several ranks or cannot be planned.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         unfitted = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
         cases = {source: _case(run, unfitted) for source, run in runs.items()}
         formats = sorted({case.number_formats.recipe for case in cases.values()})
@@ -127,8 +125,6 @@ def calibrate(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, 
         }
         step_functions = {name: build_step(case) for name, case in {**small_cases, **cases}.items()}
         timings = time_calls(step_functions, rounds)
-    finally:
-        torch.set_num_threads(threads)
     measured = [timings[name]["own"] for name in small_cases]
     machine = fit_machine(unfitted, list(small_cases.values()), measured)
     steps = {}
@@ -249,8 +245,7 @@ def fit_length(shares: Sequence[tuple[int, float]], dim: int) -> tuple[float, fl
 
 def build_step(case: Case) -> Callable[[], None]:
     """Return a function that runs one optimizer step of a case on one rank."""
-    precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
-    model = DecoderModel(case.decoder, precision)
+    model = DecoderModel(case.decoder, case.number_formats.precision)
     initialise(model, case.decoder, seed=1)
     shape = case.micro_batch, case.seq
     batches = random_batches(case.decoder.vocab, shape, case.num_micro_batches, seed=0)

@@ -3,7 +3,8 @@
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -102,6 +103,17 @@ def resolve_precision(setting: PrecisionSetting, device: torch.device) -> Precis
     if setting != "auto":
         return setting
     return faster_precision({name: rate.flops_per_s for name, rate in matrix_rates(device).items()})
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread while open, as launched ranks do and rates of a CPU are measured."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def device_name(device: torch.device) -> str:

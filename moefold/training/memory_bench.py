@@ -11,13 +11,9 @@ from moefold.comm.fork_server import fork_server
 from moefold.comm.launch import launch
 from moefold.comm.world import World
 from moefold.config.slot import modules_to_preload
-from moefold.data.batch import random_batches
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
-from moefold.model.init import initialise
-from moefold.parallel.apply import build_parts
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import held_messages, plan_rank
 from moefold.planner.case import Case, bytes_per_activation
 from moefold.planner.hardware import Cluster, cpu_device
@@ -26,6 +22,7 @@ from moefold.planner.task import task_from_run
 from moefold.run import Run, require_fit
 from moefold.training.machine import HOST_BYTES
 from moefold.training.memory_probe import measure_step, state_bytes
+from moefold.training.random_step import random_step
 from moefold.training.step import gradients
 
 PARTS = ("weights", "master", "moments", "gradients", "activations", "operands", "messages")
@@ -65,10 +62,9 @@ def compare_bytes(run: Run, world: int) -> list[ActionBytes]:
             f"{run.name} on {world} ranks needs {needed / 1e9:.1f} GB, and this machine has "
             f"{available / 1e9:.1f} GB; reduce the model's layers or width, or data.seq"
         )
-    precision: Precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
     planned = [planned_bytes(case, run.layout, pp) for pp in range(case.sizes.pp)]
     planned_parts = [[parts for parts, _ in line] for line in planned]
-    args = run, precision, case.num_micro_batches, planned_parts
+    args = run, case.number_formats.precision, case.num_micro_batches, planned_parts
     if world > 1:
         fork_server(__name__, *modules_to_preload((run, run.decoder)))
     by_rank = launch(measure_rank, world, *args) if world > 1 else measure_rank(None, *args)
@@ -113,14 +109,8 @@ def measure_rank(
         folding = Folding(run.layout.split, info.world_size, run.layout.order)
         ranks = World.open(folding, "cpu", run.watch.time_out_s)
     with ranks as world:
-        decoder = run.decoder
         chunk = run.train.loss_chunk
-        parts = build_parts(decoder, precision, run.layout, world)
-        initialise(parts.model, decoder, run.seed, parts.shards)
-        state = ShardedState(parts)
-        optimizer = state.optimizer(run.optim)
-        shape = run.train.micro_batch, run.data.seq
-        batches = random_batches(decoder.vocab, shape, micro_batches, run.seed)
+        state, optimizer, batches = random_step(world, run, precision, micro_batches, run.seed)
         gradients(state, batches, chunk)
         optimizer.step()
         state.refresh_weights()

@@ -1,7 +1,7 @@
 """Measurement of one rank of a large layout on this machine alone, beside its plan."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from moefold.comm.lone import LoneWorld, lone_world
 from moefold.comm.recorder import CallSite, Total
 from moefold.mesh.folding import Ranks
+from moefold.training.machine import one_thread
 from moefold.training.memory_bench import PARTS as MEMORY_PARTS
 from moefold.training.memory_bench import planned_bytes
 from moefold.training.memory_probe import measure_step, state_bytes
@@ -53,7 +54,8 @@ class MeasuredRank:
 def measure(task: LoneRank, device: torch.device, steps: int) -> MeasuredRank:
     """Run steps of a rank without the others; return what the fastest takes."""
     case = task.case
-    with _one_thread(device), lone_world(case.folding, task.rank, device) as world:
+    threads = one_thread() if device.type == "cpu" else nullcontext()
+    with threads, lone_world(case.folding, task.rank, device) as world:
         rank = RankStep(world, task.run, case)
         rank.timed()
         if device.type == "cuda":
@@ -69,17 +71,6 @@ def measure(task: LoneRank, device: torch.device, steps: int) -> MeasuredRank:
         exchanges = price(task, totals, world.ranks_of if isinstance(world, LoneWorld) else {})
         held = _bytes_of(task, rank)
     return MeasuredRank(seconds, copies, exchanges, held, (peak, task.memory.peak_allocated))
-
-
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU compute on one thread, for which the planner's rates are measured."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if device.type == "cpu" else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _copies(world: Any) -> float:

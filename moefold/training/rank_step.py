@@ -21,7 +21,6 @@ from moefold.comm.environment import RankInfo
 from moefold.comm.recorder import CallSite, Total
 from moefold.comm.world import World
 from moefold.data.batch import random_batches
-from moefold.layers.config import Precision
 from moefold.model.init import initial_values
 from moefold.moe.config import Router
 from moefold.moe.router import RoutingContext, TopKRouter
@@ -91,7 +90,7 @@ class RankStep:
 
     def __init__(self, world: World, run: Run, case: Case) -> None:
         decoder = case.decoder
-        precision: Precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
+        precision = case.number_formats.precision
         parts = build_parts(decoder, precision, case.layout, world, "meta")
         self.world = world
         self.state = ShardedState(parts)

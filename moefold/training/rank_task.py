@@ -17,6 +17,7 @@ from moefold.model.config import Block, Decoder, to_stacks
 from moefold.moe.dispatch.config import FixedShape, ThirdParty
 from moefold.parallel.config import Layout
 from moefold.planner.case import Case
+from moefold.planner.curves import Rates
 from moefold.planner.hardware import Cluster, Device
 from moefold.planner.memory import StageMemory, estimate_memory
 from moefold.planner.network import (
@@ -46,7 +47,6 @@ CPU_FLOPS = 3e11
 seconds of one thread."""
 MEMORY_SHARE = 0.5
 """Share of a machine's memory that a rank's planned peak may take."""
-AXES = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,13 @@ class LoneRank:
         """Planned memory of the rank."""
         return estimate_memory(self.case)[self.pipeline_rank]
 
+    @cached_property
+    def _rates(self) -> Rates:
+        case = self.case
+        numbers = case.number_formats
+        options = numbers.recipe_options
+        return build_setting(case.cluster, case.software, numbers.recipe, options).rates
+
     def exchange_seconds(self, op: str, sent: int, calls: int, ranks: Sequence[int]) -> float:
         """Return the seconds of exchanges by the links of the planner, none of it hidden.
 
@@ -109,11 +116,8 @@ class LoneRank:
         """
         if not sent:
             return 0.0
-        case = self.case
-        cluster = case.cluster
-        numbers = case.number_formats
-        setting = build_setting(cluster, case.software, numbers.recipe, numbers.recipe_options)
-        rates = setting.rates
+        cluster = self.case.cluster
+        rates = self._rates
         size = len(ranks)
         each = sent / calls
         whole = each * size / (size - 1)

@@ -16,11 +16,7 @@ from moefold.comm.fork_server import fork_server
 from moefold.comm.launch import launch
 from moefold.comm.world import World
 from moefold.config.slot import modules_to_preload
-from moefold.data.batch import random_batches
 from moefold.layers.config import Precision
-from moefold.model.init import initialise
-from moefold.parallel.apply import build_parts
-from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case
 from moefold.planner.hardware import Cluster, Machine, default_machine_file
 from moefold.planner.task import TrainingTask, task_from_run
@@ -28,8 +24,9 @@ from moefold.planner.walls import StepWalls, beside_plan
 from moefold.run import Run, require_fit
 from moefold.training.calibrate import measure_kernels
 from moefold.training.distributed import device_kind, open_world, single_rank
-from moefold.training.machine import HOST_BYTES, cpu_name
+from moefold.training.machine import HOST_BYTES, cpu_name, one_thread
 from moefold.training.memory import cluster_of
+from moefold.training.random_step import random_step
 from moefold.training.step import gradients
 from moefold.training.trace import StepTrace
 
@@ -64,15 +61,10 @@ def measure_walls(run: Run, world: int, rounds: int) -> MeasuredSteps:
     task, layout = task_from_run(run, cluster, load=1.0)
     run = run.model_copy(update={"layout": layout})
     case = task.case(layout)
-    precision: Precision = "fp32" if case.number_formats.recipe == "fp32" else "bf16"
-    args = run, precision, case.num_micro_batches, rounds
+    args = run, case.number_formats.precision, case.num_micro_batches, rounds
     if world == 1:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as launched ranks and measured rates have
-        try:
+        with one_thread():
             data, untraced = measure_rank(None, *args)
-        finally:
-            torch.set_num_threads(threads)
     else:
         fork_server(__name__, *modules_to_preload((run, run.decoder)))
         data, untraced = launch(measure_rank, world, *args, device=device)
@@ -141,17 +133,8 @@ def trace_steps(
     world: World, run: Run, precision: Precision, micro_batches: int, rounds: int
 ) -> tuple[StepWalls, float]:
     """Run steps on the ranks of a world; return what :func:`measure_rank` does, as a record."""
-    parts = build_parts(run.decoder, precision, run.layout, world)
-    initialise(parts.model, run.decoder, run.seed, parts.shards)
-    state = ShardedState(parts)
-    optimizer = state.optimizer(run.optim)
-    shape = run.train.micro_batch, run.data.seq
-    batches = [
-        batch.to(world.device)
-        for batch in random_batches(
-            run.decoder.vocab, shape, micro_batches, run.seed + world.attention.dp
-        )
-    ]
+    seed = run.seed + world.attention.dp
+    state, optimizer, batches = random_step(world, run, precision, micro_batches, seed)
 
     def step() -> tuple[float, float]:
         sum_(torch.zeros(1), world.on_host)  # ranks begin together
@@ -173,6 +156,6 @@ def trace_steps(
         trace.start()
         window = step()
         trace.stop()
-        traced.append(trace.measure(window, parts))
+        traced.append(trace.measure(window, state.parts))
     middle = sorted(traced, key=lambda walls: walls.seconds)[len(traced) // 2]
     return middle, median(untraced)

@@ -17,7 +17,7 @@ from moefold.mesh.folding import Folding
 from moefold.moe.experts import Experts
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.run import Run, load_run
-from moefold.training import walls_bench
+from moefold.training import random_step, walls_bench
 from tests.gloo.harness import run_ranks
 
 EXCHANGE_S = 0.08
@@ -72,7 +72,7 @@ def slow_host() -> Iterator[None]:
 def long_experts(hot: bool) -> Iterator[None]:
     """Let experts take long for each row; with ``hot``, the first one has all rows."""
     forward = Experts.forward
-    fill = walls_bench.initialise
+    fill = random_step.initialise
 
     def slow(self: Experts, x_RD: Tensor, offs_E: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         slow_product(x_RD.detach(), ROW_S * int(offs_E[-1]))
@@ -84,7 +84,7 @@ def long_experts(hot: bool) -> Iterator[None]:
             mixture.router.selection_bias[0] = 1e6
 
     slowed = patch.object(Experts, "forward", slow)
-    heated = patch.object(walls_bench, "initialise", fill_and_heat)
+    heated = patch.object(random_step, "initialise", fill_and_heat)
     with slowed, heated:
         yield
 
